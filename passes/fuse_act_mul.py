@@ -32,9 +32,9 @@ class FuseActMul(GraphPass):
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
         matches = 0
         misses = []
-        for act in [node for node in graph.nodes if _is_gate(node)]:
+        for act in [node for node in graph.nodes if is_gate(node)]:
             try:
-                gated = _gated_by(act)
+                gated = gated_by(act)
             except NoMatch as reason:
                 misses.append(Miss(act.name, str(reason)))
                 continue
@@ -44,7 +44,7 @@ class FuseActMul(GraphPass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gated:
+class Gated:
     """A match: `result = activation(gate) * up`, where gate and up are the halves of `both`."""
 
     activation: str
@@ -53,7 +53,8 @@ class _Gated:
     inner: tuple[fx.Node, ...]
 
 
-def _is_gate(node: fx.Node) -> bool:
+def is_gate(node: fx.Node) -> bool:
+    """Return whether a node is an activation that multiplies a tensor of its shape."""
     return ir.is_call(node, ir.SILU | ir.GELU) and ir.is_tensor(node) and any(map(_product_with(node), node.users))
 
 
@@ -67,7 +68,8 @@ def _product_with(act: fx.Node) -> Any:
     return is_product
 
 
-def _gated_by(act: fx.Node) -> _Gated:
+def gated_by(act: fx.Node) -> Gated:
+    """Return the gated activation around `act`, an activation. Raises `NoMatch`."""
     if len(act.users) > 1:
         raise NoMatch(f"it has a second reader: {', '.join(user.name for user in act.users)}")
     (product,) = act.users
@@ -79,7 +81,7 @@ def _gated_by(act: fx.Node) -> _Gated:
     both = _halves(gate, up)
     if (changed := changed_between(act, product, (both.source,))) is not None:
         raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {product} is there")
-    return _Gated(
+    return Gated(
         activation=_activation(act),
         both=both,
         result=product,
@@ -118,7 +120,7 @@ def _parts(half: Any) -> list[fx.Node]:
     return [half] if ir.is_tensor(source) else [half, source]
 
 
-def _fuse(graph: fx.Graph, gated: _Gated) -> None:
+def _fuse(graph: fx.Graph, gated: Gated) -> None:
     gate_up = ir.insert_columns(graph, gated.result, gated.both)
     fused = ir.insert_call(graph, gated.result, ACT_MUL, gate_up, gated.activation)
     gated.result.replace_all_uses_with(fused)

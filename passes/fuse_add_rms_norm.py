@@ -39,9 +39,9 @@ class FuseAddRMSNorm(GraphPass):
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
         matches = 0
         misses = []
-        for anchor in [node for node in graph.nodes if _is_anchor(node)]:
+        for anchor in [node for node in graph.nodes if is_anchor(node)]:
             try:
-                norm = _norm_at(anchor)
+                norm = norm_at(anchor)
             except NoMatch as reason:
                 misses.append(Miss(anchor.name, str(reason)))
                 continue
@@ -51,7 +51,7 @@ class FuseAddRMSNorm(GraphPass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Norm:
+class MatchedNorm:
     """A matched norm: `result = x / rms(x) * (offset + weight)`, with the dtype of `x`."""
 
     x: fx.Node
@@ -62,7 +62,7 @@ class _Norm:
     inner: tuple[fx.Node, ...]  # the nodes that compute `result`; erased unless something else reads them
 
 
-def _is_anchor(node: fx.Node) -> bool:
+def is_anchor(node: fx.Node) -> bool:
     """Return whether a node is a reciprocal square root or a call of `F.rms_norm`; each norm has one."""
     return ir.is_call(node, ir.RSQRT | ir.RMS_NORM) or _is_inverse_root(node)
 
@@ -73,12 +73,12 @@ def _is_inverse_root(node: fx.Node) -> bool:
     return both is not None and ir.number(both[1]) == -0.5
 
 
-def _norm_at(anchor: fx.Node) -> _Norm:
+def norm_at(anchor: fx.Node) -> MatchedNorm:
     """Return the norm that contains an anchor. Raises `NoMatch`."""
     return _norm_of_call(anchor) if ir.is_call(anchor, ir.RMS_NORM) else _norm_around(anchor)
 
 
-def _norm_of_call(call: fx.Node) -> _Norm:
+def _norm_of_call(call: fx.Node) -> MatchedNorm:
     """Match `F.rms_norm(x, normalized_shape, weight, eps)`. Raises `NoMatch`."""
     x, shape = call.args[0], ir.argument(call, 1, "normalized_shape")
     weight, eps = ir.argument(call, 2, "weight"), ir.argument(call, 3, "eps")
@@ -94,7 +94,7 @@ def _norm_of_call(call: fx.Node) -> _Norm:
     return _make_norm(result, (narrow, x), weight=weight, eps=constant, offset=offset, inner=inner)
 
 
-def _norm_around(rsqrt: fx.Node) -> _Norm:
+def _norm_around(rsqrt: fx.Node) -> MatchedNorm:
     """Match `x * rsqrt(mean(x ** 2) + eps)`, an optional factor, and casts between them. Raises `NoMatch`."""
     total: Any = rsqrt.args[0]
     mean, eps = _mean_and_eps(total)
@@ -226,7 +226,7 @@ def _make_norm(
     eps: float,
     offset: float,
     inner: list[fx.Node],
-) -> _Norm:
+) -> MatchedNorm:
     """Return the norm that reads a tensor of the dtype of `result`, because the op returns the dtype that it takes.
 
     `sources`: tensors with the same values in several dtypes, to choose from. Raises `NoMatch` if none has that dtype,
@@ -244,10 +244,10 @@ def _make_norm(
     first = next(node for node in result.graph.nodes if node in inner)
     if (changed := changed_between(first, result, sources)) is not None:
         raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {result} is there")
-    return _Norm(x=x, weight=weight, eps=eps, offset=offset, result=result, inner=tuple(inner))
+    return MatchedNorm(x=x, weight=weight, eps=eps, offset=offset, result=result, inner=tuple(inner))
 
 
-def _fuse(graph: fx.Graph, norm: _Norm, context: PassContext) -> None:
+def _fuse(graph: fx.Graph, norm: MatchedNorm, context: PassContext) -> None:
     """Replace a matched norm by one op, which also does the addition before it, if `_summands` allows that."""
     x, result = norm.x, norm.result
     options = (norm.weight, norm.eps, norm.offset)
@@ -264,7 +264,7 @@ def _fuse(graph: fx.Graph, norm: _Norm, context: PassContext) -> None:
     ir.erase_unread(graph, (*norm.inner, x))
 
 
-def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | None:
+def _summands(norm: MatchedNorm, context: PassContext) -> tuple[fx.Node, fx.Node] | None:
     """Return the two summands of `norm.x`, or None if the addition cannot be part of the norm.
 
     That is the case if it is no sum of two tensors of its shape and dtype, if the sum is read before `norm.result` by

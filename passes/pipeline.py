@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from piecegraph.cpu_instructions import is_intel
+from piecegraph.cpu_instructions import cpu_instructions, is_intel
+from piecegraph.passes.cpu.fuse_int8_layers import FuseInt8Layers
 from piecegraph.passes.cpu.use_onednn import UseOneDNN
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
@@ -13,6 +14,7 @@ from piecegraph.passes.fuse_all_reduce import FuseAllReduce
 from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.fuse_lookups import FuseLookups
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
+from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.passes.matching.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
 from piecegraph.passes.moe.fuse_moe import FuseMoe
@@ -39,6 +41,7 @@ def all_passes() -> tuple[GraphPass, ...]:
         FuseAllReduce(),
         FuseLookups(),
         UseOneDNN(),
+        FuseInt8Layers(),
     )
 
 
@@ -47,7 +50,7 @@ def default_passes(device_type: str, num_ranks: int = 1) -> tuple[GraphPass, ...
 
     `num_ranks`: how many ranks divide each layer (`tensor_parallel_size`).
     """
-    of_others = ON_A_CPU if device_type == "cuda" else ON_A_GPU | (NOT_ON_INTEL if is_intel() else frozenset())
+    of_others = ON_A_CPU if device_type == "cuda" else ON_A_GPU | _not_on_this_cpu()
     left_out = of_others | (frozenset() if num_ranks > 1 else OF_RANKS)
     return tuple(each for each in all_passes() if each.name not in left_out)
 
@@ -59,14 +62,23 @@ ON_A_GPU = frozenset(
 """The passes that insert calls of Triton kernels. On a CPU the reference of such an op in plain torch would run, and
 Inductor's own code is faster: these passes run there only if they are named."""
 
-ON_A_CPU = frozenset({"use-onednn"})
-"""The passes that find something to do in float32 on a CPU only."""
+ON_A_CPU = frozenset({"use-onednn", "fuse-int8-layers"})
+"""The passes for what a CPU computes otherwise than a GPU."""
 
 NOT_ON_INTEL = frozenset({"use-onednn"})
 """The passes that make up for MKL, whose kernels are slow on processors that are not Intel's, and fast on Intel's."""
 
+WITH_OUR_KERNEL = frozenset({"fuse-int8-layers"})
+"""The passes that insert calls of a C++ kernel. Step by step such an op is slower than Inductor's own code."""
+
 OF_RANKS = frozenset({"fuse-all-reduce"})
 """The passes over collectives, which run only if several ranks divide each layer, or if they are named."""
+
+
+def _not_on_this_cpu() -> frozenset[str]:
+    """Return the passes that do not pay by default on this processor."""
+    has_kernel = cpu_instructions().issuperset(int8_rows.KERNEL.instructions)
+    return (NOT_ON_INTEL if is_intel() else frozenset()) | (frozenset() if has_kernel else WITH_OUR_KERNEL)
 
 
 def pipeline(passes: Sequence[str | GraphPass] | None, device_type: str) -> tuple[GraphPass, ...]:

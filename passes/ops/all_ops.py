@@ -5,6 +5,7 @@ from __future__ import annotations
 MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.act_mul",
     "piecegraph.passes.ops.collectives",
+    "piecegraph.passes.ops.cpu.int8_layer_linears",
     "piecegraph.passes.ops.cpu.onednn_linear",
     "piecegraph.passes.ops.linear",
     "piecegraph.passes.ops.lora",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piecegraph import environment
@@ -14,7 +15,7 @@ from piecegraph.config import CompileConfig
 from piecegraph.cpu_instructions import cpu_instructions
 from piecegraph.errors import ConfigError
 from piecegraph.passes.kernels.common.cpp_kernel import CppKernel
-from piecegraph.passes.kernels.cpu import int8_rows
+from piecegraph.passes.kernels.cpu import int8_layer, int8_rows
 from piecegraph.runner.attention.kernels import decode_attention
 from piecegraph.runner.sampling.kernels import cpu_gumbel_sample, cpu_truncate
 from piecegraph.runner.step.kernels import cpu_prepare_inputs
@@ -80,14 +81,22 @@ def _wanted(quantization: str | None, hf_config: PretrainedConfig, device_type: 
     if device_type != "cpu":
         return ()
     is_quantised = quantization is not None or getattr(hf_config, "quantization_config", None) is not None
-    return (*OF_EVERY_MODEL, *([int8_rows.KERNEL] if is_quantised else []))
+    return (*OF_EVERY_MODEL, *([int8_rows.KERNEL, int8_layer.KERNEL] if is_quantised else []))
 
 
 def _load(kernels: Sequence[CppKernel], cache: CompileCache) -> None:
-    """Load or build `kernels` at the same time: a build waits for the C++ compiler."""
-    if kernels:
-        with ThreadPoolExecutor(len(kernels), "piecegraph C++ kernels") as pool:
-            list(pool.map(lambda kernel: _load_one(kernel, cache), kernels))
+    """Load or build `kernels`, those of several sources at the same time: a build waits for the C++ compiler."""
+    by_source: dict[Path, list[CppKernel]] = {}
+    for kernel in kernels:
+        by_source.setdefault(kernel.source, []).append(kernel)
+
+    def load_each(of_source: Sequence[CppKernel]) -> None:
+        for kernel in of_source:
+            _load_one(kernel, cache)
+
+    if by_source:
+        with ThreadPoolExecutor(len(by_source), "piecegraph C++ kernels") as pool:
+            list(pool.map(load_each, by_source.values()))
 
 
 def _load_one(kernel: CppKernel, cache: CompileCache) -> None:

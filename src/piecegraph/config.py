@@ -44,6 +44,7 @@ PASSES = (
     "fuse-all-reduce",
     "fuse-lookups",
     "use-onednn",
+    "fuse-int8-layers",
 )
 """The names of all built-in passes, in the order they run."""
 

@@ -1,4 +1,5 @@
-// The product of rows of floats and int8 weights on a CPU, for `piecegraph::int8_linear`.
+// Products of rows of floats and int8 weights on a CPU: one, for `piecegraph::int8_linear`, and those between two calls
+// of attention with all that is between them, for `piecegraph::int8_layer_linears`.
 //
 // A row of x becomes 16-bit fixed point with one scale, q = 256 * hi + lo in two signed bytes, which keeps more of it
 // than bfloat16 does. Weights are read as they lie and made unsigned on the way (w + 128), because `vpdpbusd` multiplies
@@ -9,6 +10,7 @@
 // Without AVX512-VNNI, and with PIECEGRAPH_PLAIN, loops in C++ compute the same numbers bit by bit, slowly.
 // It needs no header but those of the compiler, and takes a second to build.
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -301,6 +303,125 @@ int linear(const void* x, int64_t stride, const int8_t* weight, const void* scal
     return 0;
 }
 
+// exp(x) to 1e-7 of itself, for x below 88; a loop over it becomes one over vectors.
+inline float exp_of(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    const float power = __builtin_rintf(x * 1.44269504f);
+    const float rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    const int32_t bits = (static_cast<int32_t>(power) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    return sum * scale;
+}
+
+// A linear's weight, `[num_columns, size]` int8, its scales and its bias or null.
+struct Weights {
+    const int8_t* values;
+    const void* scale;
+    const void* bias;
+    int64_t num_columns;
+    int64_t size;
+};
+
+// A norm over rows, with a weight or null.
+struct Norm {
+    const void* weight;
+    float eps;
+    float offset;
+
+    template <class Type>
+    void write(const typename Type::Stored* x, typename Type::Stored* out, int64_t size) const {
+        constexpr int64_t kLanes = 16;
+        float lanes[kLanes] = {};
+        const int64_t whole = size / kLanes * kLanes;
+        for (int64_t at = 0; at < whole; at += kLanes)
+            for (int64_t lane = 0; lane < kLanes; ++lane) {
+                const float value = Type::read(x[at + lane]);
+                lanes[lane] += value * value;
+            }
+        float sum = 0.0f;
+        for (int64_t at = whole; at < size; ++at) sum += Type::read(x[at]) * Type::read(x[at]);
+        for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+        const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+        const auto* weights = static_cast<const typename Type::Stored*>(weight);
+        if (weights == nullptr) {
+            for (int64_t at = 0; at < size; ++at) out[at] = Type::rounded(Type::read(x[at]) * factor);
+            return;
+        }
+        for (int64_t at = 0; at < size; ++at)
+            out[at] = Type::rounded(Type::read(x[at]) * factor * (Type::read(weights[at]) + offset));
+    }
+};
+
+struct Layer {
+    Weights out, gate_up, down, next;
+    Norm norm, next_norm;
+};
+
+template <class Type>
+void add_rows(const typename Type::Stored* x, const typename Type::Stored* y, typename Type::Stored* out, int64_t size) {
+    for (int64_t at = 0; at < size; ++at) out[at] = Type::rounded(Type::read(x[at]) + Type::read(y[at]));
+}
+
+// silu(gate) * up
+template <class Type>
+void gated(const typename Type::Stored* gate_up, typename Type::Stored* out, int64_t size) {
+    for (int64_t at = 0; at < size; ++at) {
+        const float gate = Type::read(gate_up[at]), up = Type::read(gate_up[size + at]);
+        out[at] = Type::rounded(gate / (1.0f + exp_of(-gate)) * up);
+    }
+}
+
+// All of a layer for `kMostRows` rows at a time, so that what is between its linears stays in the caches.
+template <class Type>
+int layer(const void* x, const void* residual, void* out, void* total_out, const Layer& of, int64_t num_rows,
+          int num_threads) {
+    using Stored = typename Type::Stored;
+    static thread_local Scratch scratch;
+    const int64_t hidden = of.out.num_columns, inner = of.down.size;
+    const int64_t most_rows = num_rows < kMostRows ? num_rows : kMostRows;
+    Stored* memory = reinterpret_cast<Stored*>(scratch.at_least(most_rows * 3 * (hidden + inner) * sizeof(Stored)));
+    if (memory == nullptr) return 1;
+    Stored *added = memory, *total = added + most_rows * hidden, *normed = total + most_rows * hidden;
+    Stored *gate_up = normed + most_rows * hidden, *product = gate_up + most_rows * 2 * inner;
+    const auto multiply = [&](const Stored* rows, const Weights& by, Stored* to, int64_t count) {
+        return linear<Type>(rows, by.size, by.values, by.scale, by.bias, to, count, by.num_columns, by.size, num_threads);
+    };
+    for (int64_t first = 0; first < num_rows; first += kMostRows) {
+        const int64_t count = num_rows - first < kMostRows ? num_rows - first : kMostRows;
+        const Stored* before = static_cast<const Stored*>(residual) + first * hidden;
+        Stored* after = static_cast<Stored*>(total_out) + first * hidden;
+        const bool has_many = count * hidden >= kLeastWork && num_threads > 1;
+        if (multiply(static_cast<const Stored*>(x) + first * of.out.size, of.out, added, count)) return 1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (has_many)
+        for (int64_t row = 0; row < count; ++row) {
+            const int64_t at = row * hidden;
+            add_rows<Type>(added + at, before + at, total + at, hidden);
+            of.norm.write<Type>(total + at, normed + at, hidden);
+        }
+        if (multiply(normed, of.gate_up, gate_up, count)) return 1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (has_many)
+        for (int64_t row = 0; row < count; ++row) gated<Type>(gate_up + row * 2 * inner, product + row * inner, inner);
+        if (multiply(product, of.down, added, count)) return 1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (has_many)
+        for (int64_t row = 0; row < count; ++row) {
+            const int64_t at = row * hidden;
+            add_rows<Type>(added + at, total + at, after + at, hidden);
+            of.next_norm.write<Type>(after + at, normed + at, hidden);
+        }
+        if (multiply(normed, of.next, static_cast<Stored*>(out) + first * of.next.num_columns, count)) return 1;
+    }
+    return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -317,5 +438,29 @@ int piecegraph_int8_linear(const void* x, int64_t stride, const int8_t* weight, 
                            int num_threads) {
     return (is_bfloat16 ? linear<BFloat16> : linear<Float32>)(x, stride, weight, scale, bias, out, num_rows, num_columns,
                                                               size, num_threads);
+}
+
+// The linears between two calls of attention, with the sums and norms around an MLP whose activation is silu:
+//
+//   total = x * out + residual
+//   total_out = (silu(gate) * up) * down + total, where gate and up are the halves of norm(total) * gate_up
+//   next_out = next_norm(total_out) * next
+//
+// Each product is what `piecegraph_int8_linear` computes. Rows are contiguous and num_columns or size numbers long.
+// Norms are computed in float32 and rounded once. Returns 0, or 1 where there is no memory.
+int piecegraph_int8_layer(const void* x, const void* residual, void* next_out, void* total_out,
+                          const int8_t* out, const void* out_scale, const void* out_bias, const void* norm,
+                          const int8_t* gate_up, const void* gate_up_scale, const void* gate_up_bias,
+                          const int8_t* down, const void* down_scale, const void* down_bias, const void* next_norm,
+                          const int8_t* next, const void* next_scale, const void* next_bias, float eps, float offset,
+                          float next_eps, float next_offset, int64_t num_rows, int64_t size, int64_t hidden,
+                          int64_t inner, int64_t num_columns, int is_bfloat16, int num_threads) {
+    const Layer of{{out, out_scale, out_bias, hidden, size},
+                   {gate_up, gate_up_scale, gate_up_bias, 2 * inner, hidden},
+                   {down, down_scale, down_bias, hidden, inner},
+                   {next, next_scale, next_bias, num_columns, hidden},
+                   {norm, eps, offset},
+                   {next_norm, next_eps, next_offset}};
+    return (is_bfloat16 ? layer<BFloat16> : layer<Float32>)(x, residual, next_out, total_out, of, num_rows, num_threads);
 }
 }
