@@ -31,6 +31,8 @@ OF_EVERY_MODEL = {
 }
 """The kernels that any model may need, and what they compute. What quantised weights do is in a note of their own."""
 
+OF_INT8 = (int8_rows.KERNEL, int8_layer.KERNEL, int8_layer.ADD_AND_NORM, int8_layer.GATE_ROWS)
+
 
 def choose_cpu_kernels(
     quantization: str | None, hf_config: PretrainedConfig, device_type: str, options: CompileConfig
@@ -81,7 +83,7 @@ def _wanted(quantization: str | None, hf_config: PretrainedConfig, device_type: 
     if device_type != "cpu":
         return ()
     is_quantised = quantization is not None or getattr(hf_config, "quantization_config", None) is not None
-    return (*OF_EVERY_MODEL, *([int8_rows.KERNEL, int8_layer.KERNEL] if is_quantised else []))
+    return (*OF_EVERY_MODEL, *(OF_INT8 if is_quantised else ()))
 
 
 def _load(kernels: Sequence[CppKernel], cache: CompileCache) -> None:

@@ -1,25 +1,35 @@
-"""The kernel in C++ for all that is between two calls of attention, and how it is called.
+"""The kernels in C++ for all that is between two calls of attention, and how they are called.
 
-Where it is not there, `piecegraph::int8_layer_linears` computes step by step.
+Where they are not there, `piecegraph::int8_layer_linears` computes by torch, step by step.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from piecegraph.passes.kernels.common.cpp_kernel import FLOAT, INT, NUMBER, POINTER, CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
 
-KERNEL = CppKernel(
-    Path(__file__).with_name("int8_linear.cpp"),
-    "piecegraph_int8_layer",
-    [*[POINTER] * 18, *[FLOAT] * 4, *[NUMBER] * 5, INT, INT],
-    instructions=int8_rows.KERNEL.instructions,
-    probe="piecegraph_has_vnni",
-)
+
+def _kernel(name: str, arguments: list[Any]) -> CppKernel:
+    return CppKernel(
+        Path(__file__).with_name("int8_linear.cpp"),
+        name,
+        [*arguments, INT, INT],
+        instructions=int8_rows.KERNEL.instructions,
+        probe="piecegraph_has_vnni",
+    )
+
+
+KERNEL = _kernel("piecegraph_int8_layer", [*[POINTER] * 18, *[FLOAT] * 4, *[NUMBER] * 5])
+"""All of a layer: a call for each would take longer than what it computes for few rows."""
+
+ADD_AND_NORM = _kernel("piecegraph_add_and_norm", [*[POINTER] * 5, FLOAT, FLOAT, NUMBER, NUMBER])
+GATE_ROWS = _kernel("piecegraph_gate_rows", [POINTER, POINTER, NUMBER, NUMBER])
+"""What is between linears of many rows of bfloat16, which are no call of ours."""
 
 
 class Linear(NamedTuple):
@@ -122,3 +132,40 @@ def int8_layer(x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> tuple[t
     if has_no_memory:
         raise MemoryError(f"no memory for {num_rows} rows of {3 * (hidden + inner)} numbers")
     return after, total
+
+
+def add_and_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what `add_rms_norm` does, or None for what the kernel does not compute, or nobody does."""
+    size, dtype = x.shape[-1], x.dtype
+    if ADD_AND_NORM.call is None or dtype not in (torch.float32, torch.bfloat16) or not x.numel():
+        return None
+    if residual.dtype is not dtype or residual.shape != x.shape or not norm.fits(size, dtype):
+        return None
+    rows, before = x.contiguous(), residual.contiguous()
+    normed, total = torch.empty_like(rows), torch.empty_like(rows)
+    ADD_AND_NORM.call(
+        rows.data_ptr(),
+        before.data_ptr(),
+        total.data_ptr(),
+        normed.data_ptr(),
+        None if norm.weight is None else norm.weight.data_ptr(),
+        norm.eps,
+        norm.offset,
+        rows.numel() // size,
+        size,
+        dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return normed, total
+
+
+def gate_rows(gate_up: torch.Tensor) -> torch.Tensor | None:
+    """Return what `act_mul` does with silu, or None for what the kernel does not compute, or nobody does."""
+    size, dtype = gate_up.shape[-1] // 2, gate_up.dtype
+    if GATE_ROWS.call is None or dtype not in (torch.float32, torch.bfloat16) or not gate_up.numel():
+        return None
+    rows = gate_up.contiguous()
+    out = rows.new_empty((*rows.shape[:-1], size))
+    num_rows = rows.numel() // (2 * size)
+    GATE_ROWS.call(rows.data_ptr(), out.data_ptr(), num_rows, size, dtype is torch.bfloat16, torch.get_num_threads())
+    return out

@@ -366,17 +366,29 @@ struct Layer {
     Norm norm, next_norm;
 };
 
+// total = x + y, rounded, and its norm, row by row.
 template <class Type>
-void add_rows(const typename Type::Stored* x, const typename Type::Stored* y, typename Type::Stored* out, int64_t size) {
-    for (int64_t at = 0; at < size; ++at) out[at] = Type::rounded(Type::read(x[at]) + Type::read(y[at]));
+void add_and_norm(const typename Type::Stored* x, const typename Type::Stored* y, typename Type::Stored* total,
+                  typename Type::Stored* normed, const Norm& norm, int64_t num_rows, int64_t size, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size >= kLeastWork && num_threads > 1)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t first = row * size;
+        for (int64_t at = first; at < first + size; ++at) total[at] = Type::rounded(Type::read(x[at]) + Type::read(y[at]));
+        norm.write<Type>(total + first, normed + first, size);
+    }
 }
 
-// silu(gate) * up
+// silu(gate) * up, the halves of a row.
 template <class Type>
-void gated(const typename Type::Stored* gate_up, typename Type::Stored* out, int64_t size) {
-    for (int64_t at = 0; at < size; ++at) {
-        const float gate = Type::read(gate_up[at]), up = Type::read(gate_up[size + at]);
-        out[at] = Type::rounded(gate / (1.0f + exp_of(-gate)) * up);
+void gate_rows(const typename Type::Stored* gate_up, typename Type::Stored* out, int64_t num_rows, int64_t size,
+               int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size >= kLeastWork && num_threads > 1)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const typename Type::Stored *gates = gate_up + row * 2 * size, *ups = gates + size;
+        for (int64_t at = 0; at < size; ++at) {
+            const float gate = Type::read(gates[at]);
+            out[row * size + at] = Type::rounded(gate / (1.0f + exp_of(-gate)) * Type::read(ups[at]));
+        }
     }
 }
 
@@ -399,24 +411,12 @@ int layer(const void* x, const void* residual, void* out, void* total_out, const
         const int64_t count = num_rows - first < kMostRows ? num_rows - first : kMostRows;
         const Stored* before = static_cast<const Stored*>(residual) + first * hidden;
         Stored* after = static_cast<Stored*>(total_out) + first * hidden;
-        const bool has_many = count * hidden >= kLeastWork && num_threads > 1;
         if (multiply(static_cast<const Stored*>(x) + first * of.out.size, of.out, added, count)) return 1;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (has_many)
-        for (int64_t row = 0; row < count; ++row) {
-            const int64_t at = row * hidden;
-            add_rows<Type>(added + at, before + at, total + at, hidden);
-            of.norm.write<Type>(total + at, normed + at, hidden);
-        }
+        add_and_norm<Type>(added, before, total, normed, of.norm, count, hidden, num_threads);
         if (multiply(normed, of.gate_up, gate_up, count)) return 1;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (has_many)
-        for (int64_t row = 0; row < count; ++row) gated<Type>(gate_up + row * 2 * inner, product + row * inner, inner);
+        gate_rows<Type>(gate_up, product, count, inner, num_threads);
         if (multiply(product, of.down, added, count)) return 1;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (has_many)
-        for (int64_t row = 0; row < count; ++row) {
-            const int64_t at = row * hidden;
-            add_rows<Type>(added + at, total + at, after + at, hidden);
-            of.next_norm.write<Type>(after + at, normed + at, hidden);
-        }
+        add_and_norm<Type>(added, total, after, normed, of.next_norm, count, hidden, num_threads);
         if (multiply(normed, of.next, static_cast<Stored*>(out) + first * of.next.num_columns, count)) return 1;
     }
     return 0;
@@ -462,5 +462,31 @@ int piecegraph_int8_layer(const void* x, const void* residual, void* next_out, v
                    {norm, eps, offset},
                    {next_norm, next_eps, next_offset}};
     return (is_bfloat16 ? layer<BFloat16> : layer<Float32>)(x, residual, next_out, total_out, of, num_rows, num_threads);
+}
+
+// total = x + residual, and its norm: rows of `size` numbers, as above.
+int piecegraph_add_and_norm(const void* x, const void* residual, void* total, void* normed, const void* weight,
+                            float eps, float offset, int64_t num_rows, int64_t size, int is_bfloat16, int num_threads) {
+    const Norm norm{weight, eps, offset};
+    if (is_bfloat16)
+        add_and_norm<BFloat16>(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(residual),
+                               static_cast<uint16_t*>(total), static_cast<uint16_t*>(normed), norm, num_rows, size,
+                               num_threads);
+    else
+        add_and_norm<Float32>(static_cast<const float*>(x), static_cast<const float*>(residual),
+                              static_cast<float*>(total), static_cast<float*>(normed), norm, num_rows, size,
+                              num_threads);
+    return 0;
+}
+
+// out = silu(gate) * up: rows of `size` numbers, and twice as many.
+int piecegraph_gate_rows(const void* gate_up, void* out, int64_t num_rows, int64_t size, int is_bfloat16,
+                         int num_threads) {
+    if (is_bfloat16)
+        gate_rows<BFloat16>(static_cast<const uint16_t*>(gate_up), static_cast<uint16_t*>(out), num_rows, size,
+                            num_threads);
+    else
+        gate_rows<Float32>(static_cast<const float*>(gate_up), static_cast<float*>(out), num_rows, size, num_threads);
+    return 0;
 }
 }

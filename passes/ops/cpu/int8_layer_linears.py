@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from piecegraph.passes.kernels.cpu.int8_layer import Layer, Linear, Norm, int8_layer
+from piecegraph.passes.kernels.cpu.int8_layer import Layer, Linear, Norm, add_and_norm, gate_rows, int8_layer
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.library import define_op
 from piecegraph.passes.ops.quantised.int8_linear import int8_linear
@@ -52,10 +52,18 @@ def int8_layer_linears(
     )
     if x.is_cpu and (at_once := int8_layer(x, residual, layer)) is not None:
         return at_once
-    normed, total = add_rms_norm(int8_linear(x, *layer.out), residual, *layer.norm)
-    product = act_mul(int8_linear(normed, *layer.gate_up), "silu")
-    normed, result = add_rms_norm(int8_linear(product, *layer.down), total, *layer.next_norm)
+    normed, total = _add_and_norm(int8_linear(x, *layer.out), residual, layer.norm)
+    gate_up = int8_linear(normed, *layer.gate_up)
+    product = gate_rows(gate_up) if gate_up.is_cpu else None
+    if product is None:
+        product = act_mul(gate_up, "silu")
+    normed, result = _add_and_norm(int8_linear(product, *layer.down), total, layer.next_norm)
     return int8_linear(normed, *layer.next), result
+
+
+def _add_and_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    by_kernel = add_and_norm(x, residual, norm) if x.is_cpu else None
+    return add_rms_norm(x, residual, *norm) if by_kernel is None else by_kernel
 
 
 _LINEAR = "Tensor {0}_weight, Tensor {0}_scale, Tensor? {0}_bias"
