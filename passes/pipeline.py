@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from piecegraph.cpu_instructions import cpu_instructions, is_intel
-from piecegraph.passes.cpu.fuse_int8_layers import FuseInt8Layers
 from piecegraph.passes.cpu.use_onednn import UseOneDNN
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from piecegraph.passes.fuse_all_reduce import FuseAllReduce
+from piecegraph.passes.fuse_int8_layers import FuseInt8Layers
 from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.fuse_lookups import FuseLookups
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite

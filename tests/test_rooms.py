@@ -40,7 +40,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     ),
     "compiler/graphs": (".", "replay", "recording"),
     "passes": (".", "quantised", "moe", "cpu", "matching", "ops", "kernels"),
-    "passes/ops": ("quantised", "moe", "cpu", "."),
+    "passes/ops": ("cpu", "quantised", "moe", "."),
     "passes/kernels": ("cpu", "moe", "norm", "linear", "lora", "quantised", "elementwise", "common"),
     "runner": (
         ".",

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from piecegraph.config import PASSES, CompileConfig
+from piecegraph.passes.pipeline import ON_A_CPU
 from piecegraph.runner.common.config_on_device import (
     DEFAULT_COMPILE_SIZES,
     batched_tokens,
@@ -44,7 +45,7 @@ def test_a_step_has_room_for_a_token_of_every_running_request(
 def test_passes_over_collectives_run_for_several_ranks_only() -> None:
     one, two = (EngineConfig(source=ModelSource(model="a"), tensor_parallel_size=size) for size in (1, 2))
     assert options_on(one, "cuda").passes is None
-    assert options_on(two, "cuda").passes == tuple(name for name in PASSES if name != "use-onednn")
+    assert options_on(two, "cuda").passes == tuple(name for name in PASSES if name not in ON_A_CPU)
     on_cpu = options_on(two, "cpu").passes or ()
     assert "fuse-all-reduce" not in on_cpu
     assert "merge-projections" in on_cpu

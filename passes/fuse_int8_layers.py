@@ -101,9 +101,10 @@ def _layer_around(gated: Gated, norms: Mapping[fx.Node, MatchedNorm]) -> _Layer:
     _check_linear(down, "the reader of the product")
     if (gated.both.start, gated.both.stop) != (0, ir.shape_of(gate_up)[-1]):
         raise NoMatch(f"gate and up are columns {gated.both.start}:{gated.both.stop} of {gate_up}, which has others")
-    norm = norms.get(gate_up.args[0])
-    if norm is None or norm.result is not gate_up.args[0]:
-        raise NoMatch(f"{gate_up} reads {gate_up.args[0]}; wanted is a norm")
+    normed = _input_of(gate_up)
+    norm = norms.get(normed)
+    if norm is None or norm.result is not normed:
+        raise NoMatch(f"{gate_up} reads {normed}; wanted is a norm")
     result = _only_reader(down, "the last linear of the MLP")
     if ir.other_operand(result, ir.ADD, down) is not norm.x:
         raise NoMatch(f"{result} is not the sum of {down} and {norm.x}, which is normed before the MLP")
@@ -146,8 +147,14 @@ def _check_linear(node: Any, what: str) -> None:
     if not isinstance(node, fx.Node) or node.target is not INT8_LINEAR:
         raise NoMatch(f"{what}, {node}, is no int8 linear")
     for each in node.args[1:]:
-        if each is not None and not is_unmodified_input(each):
+        if isinstance(each, fx.Node) and not is_unmodified_input(each):
             raise NoMatch(f"{each}, a weight of {node}, is computed here; wanted is an input that nothing changes")
+
+
+def _input_of(linear: fx.Node) -> fx.Node:
+    x = linear.args[0]
+    assert isinstance(x, fx.Node), linear
+    return x
 
 
 def _check_readers(layer: _Layer) -> None:
@@ -178,7 +185,7 @@ def _check_between(layer: _Layer, context: PassContext) -> None:
         if context.is_split_op(node):
             raise NoMatch(f"{node} is a cut between {layer.out} and {layer.next}")
         node = node.next
-    inputs = (layer.out.args[0], layer.residual)
+    inputs = (_input_of(layer.out), layer.residual)
     if (changed := changed_between(layer.out, layer.next, inputs)) is not None:
         raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {layer.next} is there")
 
