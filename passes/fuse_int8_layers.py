@@ -108,6 +108,8 @@ def _layer_around(gated: Gated, norms: Mapping[fx.Node, MatchedNorm]) -> _Layer:
     result = _only_reader(down, "the last linear of the MLP")
     if ir.other_operand(result, ir.ADD, down) is not norm.x:
         raise NoMatch(f"{result} is not the sum of {down} and {norm.x}, which is normed before the MLP")
+    if not ir.same_shape(down, norm.x):
+        raise NoMatch(f"{down} and {norm.x}, whose sum is {result}, differ in their shapes")
     out, residual = _summands(norm.x)
     next_norm = norms.get(result)
     if next_norm is None or next_norm.x is not result:
@@ -146,6 +148,8 @@ def _check_linear(node: Any, what: str) -> None:
     """Raise `NoMatch` unless a node is an int8 linear whose weights are inputs that nothing changes."""
     if not isinstance(node, fx.Node) or node.target is not INT8_LINEAR:
         raise NoMatch(f"{what}, {node}, is no int8 linear")
+    if node.kwargs or len(node.args) != 4:
+        raise NoMatch(f"{what}, {node}, has arguments by name")
     for each in node.args[1:]:
         if isinstance(each, fx.Node) and not is_unmodified_input(each):
             raise NoMatch(f"{each}, a weight of {node}, is computed here; wanted is an input that nothing changes")
@@ -179,14 +183,25 @@ def _check_values(layer: _Layer) -> None:
 
 
 def _check_between(layer: _Layer, context: PassContext) -> None:
-    """Raise `NoMatch` for a cut inside of the layer, and for an input that is changed in place meanwhile."""
+    """Raise `NoMatch` for a cut inside of the layer, for a weight that is not there before `total`, where the call will
+    be, and for an input that is changed in place meanwhile."""
+    given = (*(each for linear in layer.linears for each in linear.args[1:]), layer.norm.weight, layer.next_norm.weight)
+    weights = tuple(dict.fromkeys(each for each in given if isinstance(each, fx.Node)))
     node = layer.out
     while node is not layer.next:
         if context.is_split_op(node):
             raise NoMatch(f"{node} is a cut between {layer.out} and {layer.next}")
         node = node.next
-    inputs = (_input_of(layer.out), layer.residual)
-    if (changed := changed_between(layer.out, layer.next, inputs)) is not None:
+    behind = layer.total
+    while behind is not layer.next:
+        if behind in weights:
+            raise NoMatch(f"{behind}, a weight, is taken behind {layer.total}; wanted is one that is there before")
+        behind = behind.next
+    inputs = (_input_of(layer.out), layer.residual, *weights)
+    changed = changed_between(layer.out, layer.next, inputs) or changed_between(
+        layer.result, layer.next, (layer.result,)
+    )
+    if changed is not None:
         raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {layer.next} is there")
 
 

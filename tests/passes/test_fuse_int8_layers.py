@@ -223,6 +223,73 @@ def test_a_cut_inside_is_no_match() -> None:
     assert "is a cut between" in miss.reason
 
 
+def test_a_weight_that_is_taken_later_is_no_match() -> None:
+    """The call is where the first sum was."""
+
+    def late(x: Tensor, residual: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
+        out, norm, gate_up, down, next_norm, following = parts(of)
+        total = residual + INT8_LINEAR(x, *out)
+        result = total + INT8_LINEAR(gated(INT8_LINEAR(norm_of(total, norm[0]), *gate_up)), *down)
+        return INT8_LINEAR(norm_of(result, next_norm[0]), following[0][:32], following[1][:32], None), result
+
+    graph, _ = traced(late)
+    result = passed(graph)
+    assert result.matches == 0 and "is taken behind" in result.misses[0].reason
+
+
+def zeroed(x: Tensor) -> Tensor:
+    x[..., :5].zero_()
+    return x
+
+
+def added_to_a_chunk(x: Tensor) -> Tensor:
+    x.chunk(2, -1)[0].add_(1)
+    return x
+
+
+@pytest.mark.parametrize("write", [zeroed, added_to_a_chunk, lambda x: x.add_(1), lambda x: F.relu(x, inplace=True)])
+def test_a_result_that_is_changed_before_its_norm_is_no_match(write: Callable[[Tensor], Tensor]) -> None:
+    def changed(x: Tensor, residual: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
+        out, norm, gate_up, down, next_norm, following = parts(of)
+        total = residual + INT8_LINEAR(x, *out)
+        result = total + INT8_LINEAR(gated(INT8_LINEAR(norm_of(total, norm[0]), *gate_up)), *down)
+        write(result)
+        return INT8_LINEAR(norm_of(result, next_norm[0]), *following), result
+
+    graph, given = traced(changed)
+    wanted = run(graph, *given)
+    assert passed(graph).matches == 0
+    assert all(map(torch.equal, run(graph, *given), wanted))
+
+
+@pytest.mark.parametrize("which", [3, 7, 10, 12, 16])
+def test_a_weight_that_is_changed_under_another_name_is_no_match(which: int) -> None:
+    """Scales and weights of norms, by their place among the op's arguments behind `x` and `residual`."""
+
+    def changed(x: Tensor, residual: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
+        out, norm, gate_up, down, next_norm, following = parts(of)
+        total = torch.sin(residual) + INT8_LINEAR(torch.sin(x), *out)
+        of[which].view(-1).mul_(2)
+        result = total + INT8_LINEAR(gated(INT8_LINEAR(norm_of(total, norm[0]), *gate_up)), *down)
+        return INT8_LINEAR(norm_of(result, next_norm[0]), *following), result
+
+    graph, _ = traced(changed)
+    assert passed(graph).matches == 0
+
+
+def test_arguments_by_name_are_no_match() -> None:
+    def named(x: Tensor, residual: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
+        out, norm, gate_up, down, next_norm, following = parts(of)
+        total = residual + INT8_LINEAR(x, *out)
+        both = INT8_LINEAR(norm_of(total, norm[0]), gate_up[0], scale=gate_up[1], bias=None)
+        result = total + INT8_LINEAR(gated(both), *down)
+        return INT8_LINEAR(norm_of(result, next_norm[0]), *following), result
+
+    graph, _ = traced(named)
+    (miss,) = passed(graph).misses
+    assert "has arguments by name" in miss.reason
+
+
 def test_plain_linears_are_no_sites() -> None:
     graph = graph_of(lambda x, weight: F.linear(gated(x), weight), torch.randn(3, 2 * INNER), torch.randn(4, INNER))
     assert passed(graph) == PassResult(0)

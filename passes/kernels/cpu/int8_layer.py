@@ -164,6 +164,8 @@ def gate_rows(gate_up: torch.Tensor) -> torch.Tensor | None:
     size, dtype = gate_up.shape[-1] // 2, gate_up.dtype
     if GATE_ROWS.call is None or dtype not in (torch.float32, torch.bfloat16) or not gate_up.numel():
         return None
+    if gate_up.shape[-1] % 2:
+        return None
     rows = gate_up.contiguous()
     out = rows.new_empty((*rows.shape[:-1], size))
     num_rows = rows.numel() // (2 * size)

@@ -303,9 +303,11 @@ int linear(const void* x, int64_t stride, const int8_t* weight, const void* scal
     return 0;
 }
 
-// exp(x) to 1e-7 of itself, for x below 88; a loop over it becomes one over vectors.
+constexpr float kMostExponent = 88.72283f;  // exp of more is no float32
+
+// exp(x) to 1e-7 of itself, for x up to `kMostExponent`; a loop over it becomes one over vectors.
 inline float exp_of(float x) {
-    x = x > 88.0f ? 88.0f : x;
+    x = x > kMostExponent ? kMostExponent : x;
     x = x < -87.0f ? -87.0f : x;
     const float power = __builtin_rintf(x * 1.44269504f);
     const float rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
@@ -316,10 +318,10 @@ inline float exp_of(float x) {
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * rest * rest + rest + 1.0f;
-    const int32_t bits = (static_cast<int32_t>(power) + 127) << 23;
+    const int32_t bits = (static_cast<int32_t>(power) + 126) << 23;  // half of it, which is a float32 for all of x
     float scale;
     std::memcpy(&scale, &bits, 4);
-    return sum * scale;
+    return sum * scale * 2.0f;
 }
 
 // A linear's weight, `[num_columns, size]` int8, its scales and its bias or null.
@@ -387,7 +389,8 @@ void gate_rows(const typename Type::Stored* gate_up, typename Type::Stored* out,
         const typename Type::Stored *gates = gate_up + row * 2 * size, *ups = gates + size;
         for (int64_t at = 0; at < size; ++at) {
             const float gate = Type::read(gates[at]);
-            out[row * size + at] = Type::rounded(gate / (1.0f + exp_of(-gate)) * Type::read(ups[at]));
+            const float below = gate < -kMostExponent ? std::numeric_limits<float>::infinity() : 1.0f + exp_of(-gate);
+            out[row * size + at] = Type::rounded(gate / below * Type::read(ups[at]));
         }
     }
 }

@@ -123,10 +123,20 @@ def test_sums_and_norms_alone(dtype: torch.dtype, weight: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_alone(dtype: torch.dtype) -> None:
-    """Over all of what an exponential may be of; where torch overflows to nothing, next to nothing is left."""
-    gates = torch.cat([torch.linspace(-120, 120, 4801), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4])]).to(dtype)
+    """Over all of what an exponential may be of, to where it is no number of float32, and beyond."""
+    gates = torch.cat([torch.linspace(-120, 120, 4801), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4, -3e38])])
+    gates = gates.to(dtype)
     gate_up = torch.cat([gates, torch.full_like(gates, 1.5)]).view(1, -1)
     found = int8_layer.gate_rows(gate_up)
     assert found is not None and found.shape == (1, len(gates))
     wanted = torch.nn.functional.silu(gates.double()) * 1.5
-    torch.testing.assert_close(found[0].double(), wanted, rtol=2**-8 if dtype is torch.bfloat16 else 1e-6, atol=1e-30)
+    torch.testing.assert_close(found[0].double(), wanted, rtol=2**-8 if dtype is torch.bfloat16 else 1e-6, atol=1e-36)
+    lost = torch.tensor([[float("-inf"), float("nan"), float("inf"), 1.0, 1.0, 2.0]]).to(dtype)
+    found = int8_layer.gate_rows(lost)
+    assert found is not None and found.isnan().tolist() == [[True, True, False]] and found[0, 2] == float("inf")
+
+
+def test_columns_that_are_no_halves_are_left_to_others() -> None:
+    """Rather than written behind the result."""
+    for shape in ((4, 5), (3, 1), (1000, 3)):
+        assert int8_layer.gate_rows(torch.randn(shape)) is None
