@@ -63,6 +63,7 @@ def plan_for(
         max_num_batched_tokens=max_num_batched_tokens,
         strict=config.strict,
         num_speculative_tokens=num_drafts,
+        agrees_on_sizes=config.shares_experts,
     )
     if config.enable_lora:
         plan = _with_adapters(plan, config.max_loras)
@@ -129,6 +130,7 @@ def plan_graphs(
     strict: bool,
     num_speculative_tokens: int = 0,
     has_states: bool = False,
+    agrees_on_sizes: bool = False,
 ) -> GraphPlan:
     """Return the plan for one configuration.
 
@@ -140,7 +142,8 @@ def plan_graphs(
 
     Uniform decode is captured under its mode for every size up to `max_num_seqs`. If that mode is FULL, PIECEWISE is
     also captured if it is the mode of the other batches: for all of `capture_sizes`, or by default for fewer small
-    sizes (`SMALL_MIXED_SIZES`). Raises `ConfigError` for a downgrade if
+    sizes (`SMALL_MIXED_SIZES`), unless `agrees_on_sizes`: this engine pads its batches to sizes of others, too, which
+    may be those of a decode batch. Raises `ConfigError` for a downgrade if
     `strict`.
     """
     support, what = backend.cudagraph_support, f"attention backend {backend.name!r}"
@@ -173,7 +176,7 @@ def plan_graphs(
             resolved = replace(resolved, reasons=(*resolved.reasons, reason))
     if resolved.mixed_mode is CUDAGraphMode.FULL:
         full += full_mixed_descriptors(sizes, max_num_seqs)
-    if capture_sizes is None and resolved.decode_mode is CUDAGraphMode.FULL:
+    if capture_sizes is None and resolved.decode_mode is CUDAGraphMode.FULL and not agrees_on_sizes:
         sizes = default_capture_sizes(max_num_batched_tokens, SMALL_MIXED_SIZES)
     return GraphPlan(
         resolved=resolved,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from piecegraph import environment
 from piecegraph.compiler.own_kernels.cpp_library import NoLibrary, library_of
@@ -32,6 +33,7 @@ OF_EVERY_MODEL = {
 """The kernels that any model may need, and what they compute. What quantised weights do is in a note of their own."""
 
 OF_INT8 = (int8_rows.KERNEL, int8_layer.KERNEL, int8_layer.ADD_AND_NORM, int8_layer.GATE_ROWS)
+"""The kernels that int8 weights may need, all of one library."""
 
 
 def choose_cpu_kernels(
@@ -93,20 +95,24 @@ def _load(kernels: Sequence[CppKernel], cache: CompileCache) -> None:
         by_source.setdefault(kernel.source, []).append(kernel)
 
     def load_each(of_source: Sequence[CppKernel]) -> None:
+        library = functools.cache(lambda: library_of(of_source[0].source, cache))
         for kernel in of_source:
-            _load_one(kernel, cache)
+            _load_one(kernel, library)
 
     if by_source:
         with ThreadPoolExecutor(len(by_source), "piecegraph C++ kernels") as pool:
             list(pool.map(load_each, by_source.values()))
 
 
-def _load_one(kernel: CppKernel, cache: CompileCache) -> None:
-    """Load or build `kernel`. One that this process computes by stays as it is: another model may be running."""
+def _load_one(kernel: CppKernel, load: Callable[[], Any]) -> None:
+    """Compute by `kernel` of the library that `load` loads or builds.
+
+    One that this process computes by stays as it is: another model may be running.
+    """
     is_in_use = kernel.call is not None
     try:
         _check_is_of_use(kernel)
-        library = library_of(kernel.source, cache)
+        library = load()
     except NoLibrary as error:
         if not is_in_use:
             kernel.do_without(str(error))

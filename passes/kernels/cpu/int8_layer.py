@@ -5,6 +5,7 @@ Where they are not there, `piecegraph::int8_layer_linears` computes by torch, st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,22 +14,16 @@ import torch
 from piecegraph.passes.kernels.common.cpp_kernel import FLOAT, INT, NUMBER, POINTER, CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
 
+_SOURCE = Path(__file__).with_name("int8_linear.cpp")
+_NEEDS: Mapping[str, Any] = {"instructions": int8_rows.KERNEL.instructions, "probe": "piecegraph_has_vnni"}
 
-def _kernel(name: str, arguments: list[Any]) -> CppKernel:
-    return CppKernel(
-        Path(__file__).with_name("int8_linear.cpp"),
-        name,
-        [*arguments, INT, INT],
-        instructions=int8_rows.KERNEL.instructions,
-        probe="piecegraph_has_vnni",
-    )
-
-
-KERNEL = _kernel("piecegraph_int8_layer", [*[POINTER] * 18, *[FLOAT] * 4, *[NUMBER] * 5])
+KERNEL = CppKernel(_SOURCE, "piecegraph_int8_layer", [*[POINTER] * 18, *[FLOAT] * 4, *[NUMBER] * 5, INT, INT], **_NEEDS)
 """All of a layer: a call for each would take longer than what it computes for few rows."""
 
-ADD_AND_NORM = _kernel("piecegraph_add_and_norm", [*[POINTER] * 5, FLOAT, FLOAT, NUMBER, NUMBER])
-GATE_ROWS = _kernel("piecegraph_gate_rows", [POINTER, POINTER, NUMBER, NUMBER])
+ADD_AND_NORM = CppKernel(
+    _SOURCE, "piecegraph_add_and_norm", [*[POINTER] * 5, FLOAT, FLOAT, NUMBER, NUMBER, INT, INT], **_NEEDS
+)
+GATE_ROWS = CppKernel(_SOURCE, "piecegraph_gate_rows", [POINTER, POINTER, NUMBER, NUMBER, INT, INT], **_NEEDS)
 """What is between linears of many rows of bfloat16, which are no call of ours."""
 
 

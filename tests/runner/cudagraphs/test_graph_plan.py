@@ -59,7 +59,10 @@ def test_a_model_has_graphs_of_decode_and_of_verifications() -> None:
 
 
 def test_by_default_mixed_batches_have_fewer_small_sizes_where_decode_is_full() -> None:
-    """Sizes that were named are taken as they are, and so is every size where decode itself runs PIECEWISE."""
+    """Sizes that were named are taken as they are, and so is every size where decode itself runs PIECEWISE.
+
+    Engines that share experts pad a batch with prompts to the size of another's decode batch.
+    """
 
     def sizes(**options: Any) -> list[int]:
         return [one.num_tokens for one in planned(max_num_batched_tokens=160, speculative=None, **options).piecewise]
@@ -69,6 +72,8 @@ def test_by_default_mixed_batches_have_fewer_small_sizes_where_decode_is_full() 
     assert sizes(cudagraph_capture_sizes=None, cudagraph_mode="PIECEWISE") == small
     assert sizes(cudagraph_capture_sizes=None, support=AttentionCGSupport.NEVER) == small
     assert sizes(cudagraph_capture_sizes=(1, 4, 160)) == [1, 4, 160]
+    assert sizes(cudagraph_capture_sizes=None, enable_expert_parallel=True, data_parallel_size=2) == small
+    assert sizes(cudagraph_capture_sizes=None, data_parallel_size=2) == [16, 64, 96, 128, 160]
 
 
 def test_a_draft_has_graphs_of_its_passes_and_no_others() -> None:

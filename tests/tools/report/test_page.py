@@ -73,7 +73,7 @@ def test_the_dispatch_table_is_drawn(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 2
     assert "<title>1: FULL, padded to 1</title>" in text
-    assert re.search(r'<rect class="PIECEWISE" [^>]*>\s*<title>9 to 16: PIECEWISE, padded to 16', text)
+    assert re.search(r'<rect class="PIECEWISE" [^>]*>\s*<title>2 to 16: PIECEWISE, padded to 16', text)
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
