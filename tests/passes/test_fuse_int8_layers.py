@@ -89,6 +89,15 @@ def traced(function: Callable[..., Any], of: Layer = OF, *rows: int) -> tuple[fx
     return graph_of(scope["spelled"], *tensors), tuple(tensors)
 
 
+def assert_near(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """Up to rounding: linears round their inputs to bfloat16, or to 16 bits of fixed point where the kernel is loaded,
+    and a norm that differs in its last bit may be rounded the other way."""
+    for own, other in zip(found, wanted, strict=True):
+        assert own.dtype is other.dtype
+        bound = 2e-3 if own.dtype is torch.float32 else 0.05
+        assert (own - other).abs().max() <= bound * other.abs().max()
+
+
 @pytest.mark.parametrize(
     ("function", "dtype"),
     [
@@ -105,9 +114,7 @@ def test_a_layer_becomes_one_call(function: Callable[..., Any], has_bias: bool, 
     assert passed(graph) == PassResult(1)
     ours = [node for node in graph.nodes if node.op == "call_function" and "int8" in str(node.target)]
     assert [node.target for node in ours] == [INT8_LAYER_LINEARS]
-    for own, other in zip(run(graph, *given), wanted, strict=True):
-        assert own.dtype is dtype
-        assert (own - other).abs().max() <= (1e-5 if dtype is torch.float32 else 0.05) * other.abs().max()
+    assert_near(run(graph, *given), wanted)
 
 
 def test_norms_without_weights_and_with_an_offset_match() -> None:
@@ -122,8 +129,7 @@ def test_norms_without_weights_and_with_an_offset_match() -> None:
     assert passed(graph) == PassResult(1)
     (call,) = graph.find_nodes(op="call_function", target=INT8_LAYER_LINEARS)
     assert call.args[5:8] == (None, 0.5, 0.0) and call.args[15:17] == (1e-5, 1.0)
-    for own, other in zip(run(graph, *given), wanted, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    assert_near(run(graph, *given), wanted)
 
 
 def test_two_layers_after_each_other() -> None:
@@ -136,8 +142,7 @@ def test_two_layers_after_each_other() -> None:
     graph, given = traced(both)
     wanted = run(graph, *given)
     assert passed(graph) == PassResult(2)
-    for own, other in zip(run(graph, *given), wanted, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    assert_near(run(graph, *given), wanted)
 
 
 def refused(change: Callable[..., Any]) -> Callable[..., Any]:
