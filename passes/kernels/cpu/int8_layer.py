@@ -18,13 +18,13 @@ _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 _NEEDS: Mapping[str, Any] = {"instructions": int8_rows.KERNEL.instructions, "probe": "piecegraph_has_vnni"}
 
 KERNEL = CppKernel(_SOURCE, "piecegraph_int8_layer", [*[POINTER] * 18, *[FLOAT] * 4, *[NUMBER] * 5, INT, INT], **_NEEDS)
-"""All of a layer: a call for each would take longer than what it computes for few rows."""
+"""This computes a whole layer: for few rows, a call for each part would take longer than the part."""
 
 ADD_AND_NORM = CppKernel(
     _SOURCE, "piecegraph_add_and_norm", [*[POINTER] * 5, FLOAT, FLOAT, NUMBER, NUMBER, INT, INT], **_NEEDS
 )
 GATE_ROWS = CppKernel(_SOURCE, "piecegraph_gate_rows", [POINTER, POINTER, NUMBER, NUMBER, INT, INT], **_NEEDS)
-"""What is between linears of many rows of bfloat16, which are no call of ours."""
+"""These compute the sums, norms and gates between linears that torch multiplies, as it does many rows of bfloat16."""
 
 
 class Linear(NamedTuple):

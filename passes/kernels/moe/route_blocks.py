@@ -1,4 +1,4 @@
-"""What the kernels for few and for many pairs of token and expert share: counts of experts, and their blocks."""
+"""The counts and blocks of experts, which the kernels for few and for many pairs of token and expert share."""
 
 from __future__ import annotations
 

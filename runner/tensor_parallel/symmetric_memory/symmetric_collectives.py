@@ -52,7 +52,7 @@ GraphTimes = tuple[float, float]
 
 
 class Microseconds(NamedTuple):
-    """What a sum takes: by one push and by two, infinite where that is not measured, and through NCCL."""
+    """The microseconds of a sum by one push, by two (infinite where that is not measured), and through NCCL."""
 
     once: float
     twice: float

@@ -259,11 +259,11 @@ static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NUL
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
 PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
 """
-"""As Triton 3.6 writes it, but for what it launches."""
+"""The source of a launcher as Triton 3.6 writes it, except that it returns a number instead of launching a kernel."""
 
 
 def test_a_launcher_stays_that_of_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a launcher is loaded again, as for a second kernel of one signature, Python returns another's module."""
+    """Python returns another launcher's module where one is loaded again, as for a second kernel of a signature."""
     files = []
     for kernel in (1, 2):
         folder = tmp_path / str(kernel)

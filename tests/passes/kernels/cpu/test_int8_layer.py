@@ -18,7 +18,7 @@ pytestmark = needs_cpp_compiler
 
 DTYPES = (torch.float32, torch.bfloat16)
 BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
-"""Of the largest number of a result: what rounding to 16 bits of fixed point, or to bfloat16, leaves."""
+"""The largest errors that rounding leaves (16 bits of fixed point, or bfloat16), as parts of the largest number."""
 
 
 @pytest.fixture(params=["as it is", "plain"], autouse=True)

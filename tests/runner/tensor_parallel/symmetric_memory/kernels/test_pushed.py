@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
@@ -12,7 +13,7 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed as
 from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import BLOCK, NUM_WARPS, Inboxes
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
-from tests.runner.tensor_parallel.symmetric_memory.kernels.words_in_interpreter import replace_instructions
+from tests.runner.tensor_parallel.symmetric_memory.kernels import words_in_interpreter
 
 SIZES = (24, 2048, 4096 + 16, 24, 16, 2048, 3000 * 4)
 """In bytes: sums of one program and of several in turns, so that their counts differ."""
@@ -20,18 +21,13 @@ SIZES = (24, 2048, 4096 + 16, 24, 16, 2048, 3000 * 4)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def part(number: int, rank: int) -> torch.Tensor:
-    """Return what a rank adds; integers in bfloat16, to which the interpreter does not round."""
-    dtype = DTYPES[number % 3]
-    x = torch.randn(SIZES[number % len(SIZES)] // dtype.itemsize, generator=torch.Generator().manual_seed(number))
-    x *= rank + 3
-    return x.round().to(dtype) if dtype == torch.bfloat16 else x.to(dtype)
+part = functools.partial(words_in_interpreter.part, sizes=SIZES, dtypes=DTYPES)
 
 
 def check_sums() -> None:
     """Add up, scatter and gather 21 times on two ranks, one of them late at times, sums in place and not."""
     torch.set_num_threads(1)  # a forked process has no threads of torch's
-    replace_instructions(kernel)
+    words_in_interpreter.replace_instructions(kernel)
     capacity = 8 * BLOCK
     boxes = torch.zeros(2, 2, 2, capacity, dtype=torch.int64).share_memory_()
     inboxes = torch.tensor([box.data_ptr() for box in boxes])

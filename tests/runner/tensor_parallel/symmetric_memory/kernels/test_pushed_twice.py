@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
@@ -12,7 +13,7 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed_tw
 from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import BLOCK, NUM_WARPS, Inboxes
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
-from tests.runner.tensor_parallel.symmetric_memory.kernels.words_in_interpreter import replace_instructions
+from tests.runner.tensor_parallel.symmetric_memory.kernels import words_in_interpreter
 
 RANKS = 3
 SIZES = (4, 24, 4 * BLOCK, 4 * BLOCK + 4, 8 * BLOCK + 400, 24, 12 * BLOCK, 30 * BLOCK + 12)
@@ -21,18 +22,13 @@ SIZES = (4, 24, 4 * BLOCK, 4 * BLOCK + 4, 8 * BLOCK + 400, 24, 12 * BLOCK, 30 * 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def part(number: int, rank: int) -> torch.Tensor:
-    """Return what a rank adds; integers in bfloat16, to which the interpreter does not round."""
-    dtype = DTYPES[number % 3]
-    x = torch.randn(SIZES[number % len(SIZES)] // dtype.itemsize, generator=torch.Generator().manual_seed(number))
-    x *= rank + 3
-    return x.round().to(dtype) if dtype == torch.bfloat16 else x.to(dtype)
+part = functools.partial(words_in_interpreter.part, sizes=SIZES, dtypes=DTYPES)
 
 
 def check_sums() -> None:
     """Add up 24 times on three ranks, one of them late at times, in place and not."""
     torch.set_num_threads(1)  # a forked process has no threads of torch's
-    replace_instructions(kernel)
+    words_in_interpreter.replace_instructions(kernel)
     capacity = 12 * BLOCK
     boxes = torch.zeros(RANKS, 2, RANKS, capacity, dtype=torch.int64).share_memory_()
     addresses = [box.data_ptr() for box in boxes]

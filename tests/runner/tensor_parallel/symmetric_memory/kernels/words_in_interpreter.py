@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton.language as tl
 
 
@@ -27,3 +29,11 @@ def receive(addresses: Any, count: Any, stop: Any, is_inside: Any) -> Any:
 def replace_instructions(kernel: Any) -> None:
     """Make the kernels of a module send and receive by the functions above."""
     kernel.send, kernel.receive = send, receive
+
+
+def part(number: int, rank: int, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    """Return what a rank adds; integers in bfloat16, to which the interpreter does not round. `sizes` are in bytes."""
+    dtype = dtypes[number % len(dtypes)]
+    x = torch.randn(sizes[number % len(sizes)] // dtype.itemsize, generator=torch.Generator().manual_seed(number))
+    x *= rank + 3
+    return x.round().to(dtype) if dtype == torch.bfloat16 else x.to(dtype)
