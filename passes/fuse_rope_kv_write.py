@@ -48,15 +48,17 @@ class FuseRopeKVWrite(GraphPass):
 
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
         calls = [node for node in graph.nodes if _op_name(node) == self.attention_op]
-        if not calls:
+        if not calls or not self.is_for(graph):
             return PassResult()
         fused_op, memory = _overload(self.fused_op), Memory(graph)
         tables: dict[fx.Node, fx.Node] = {}
         pairs: dict[tuple[fx.Node, fx.Node], None] = {}
-        misses = []
+        matches, misses = 0, []
         for call in calls:
             try:
                 query, key = (_argument(call, position) for position in range(2))
+                if not self.takes(query):
+                    continue
                 _check_together(query, key)
                 _check_query_is_private(query, memory)
                 _check_unchanged(query, key, memory)
@@ -64,13 +66,23 @@ class FuseRopeKVWrite(GraphPass):
                 misses.append(Miss(call.name, str(reason)))
                 continue
             _fuse(graph, call, fused_op, query, key, tables)
+            matches += 1
             pairs[query.cos, query.sin] = None
         for cos, sin in pairs:  # behind the last call: what is looked for above is a table as models make it
             is_only_pair = sum(cos in pair or sin in pair for pair in pairs) == 1
             if not (is_only_pair and fuse_rotary_tables(graph, cos, sin)):
                 repeat_halves(graph, cos)
                 repeat_halves(graph, sin)
-        return PassResult(len(calls) - len(misses), tuple(misses))
+        return PassResult(matches, tuple(misses))
+
+
+    def is_for(self, graph: fx.Graph) -> bool:
+        """Return whether any call of the graph is a site."""
+        return True
+
+    def takes(self, query: RotatedHeads) -> bool:
+        """Return whether the call of a rotated query is a site."""
+        return True
 
 
 def _op_name(node: fx.Node) -> str | None:
@@ -151,7 +163,7 @@ def _check_query_is_private(query: RotatedHeads, memory: Memory) -> None:
             if reader not in below and not ir.is_call(reader, _SIZES):
                 _check_disjoint(reader, node, columns)
         columns, below = ir.columns_of(node), {node}
-        source = columns.source if columns is not None else view_source(node) or ir.cast_source(node)
+        source = _source(node)
         if source is None:
             break
         node = source
@@ -161,6 +173,20 @@ def _check_query_is_private(query: RotatedHeads, memory: Memory) -> None:
     )
     if not is_new:
         raise NoMatch(f"query: {node} may return memory that something else reads")
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """Return the tensor of which a node is a part, a view or a cast, or None."""
+    columns = ir.columns_of(node)
+    return columns.source if columns is not None else view_source(node) or ir.cast_source(node)
+
+
+def projection_of(query: RotatedHeads) -> fx.Node:
+    """Return the call that computes a query, most often that of a linear."""
+    node = query.read.source
+    while (source := _source(node)) is not None:
+        node = source
+    return node
 
 
 def _check_unchanged(query: RotatedHeads, key: RotatedHeads, memory: Memory) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from piecegraph.cpu_instructions import cpu_instructions, is_intel
+from piecegraph.passes.cpu.fuse_int8_rope import FuseInt8Rope
 from piecegraph.passes.cpu.use_onednn import UseOneDNN
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
@@ -32,6 +33,7 @@ def all_passes() -> tuple[GraphPass, ...]:
         FuseAddRMSNorm(),
         FuseActMul(),
         FuseRopeKVWrite(),
+        FuseInt8Rope(),
         SelectRowsEarly(),
         FuseLinear(),
         FuseMoe(),
@@ -62,14 +64,14 @@ ON_A_GPU = frozenset(
 """The passes that insert calls of Triton kernels. On a CPU the reference of such an op in plain torch would run, and
 Inductor's own code is faster: these passes run there only if they are named."""
 
-ON_A_CPU = frozenset({"use-onednn", "fuse-int8-layers"})
+ON_A_CPU = frozenset({"use-onednn", "fuse-int8-rope", "fuse-int8-layers"})
 """The passes for what a CPU computes otherwise than a GPU."""
 
 NOT_ON_INTEL = frozenset({"use-onednn"})
 """The passes that make up for MKL, whose kernels are slow on processors that are not Intel's, and fast on Intel's."""
 
-WITH_OUR_KERNEL = frozenset({"fuse-int8-layers"})
-"""The passes that insert calls of a C++ kernel. Step by step such an op is slower than Inductor's own code."""
+WITH_OUR_KERNEL = frozenset({"fuse-int8-rope", "fuse-int8-layers"})
+"""The passes that insert calls of C++ kernels. Step by step such an op is slower than Inductor's own code."""
 
 OF_RANKS = frozenset({"fuse-all-reduce"})
 """The passes over collectives, which run only if several ranks divide each layer, or if they are named."""

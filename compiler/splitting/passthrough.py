@@ -25,8 +25,11 @@ NOTE = "runs as its graph: there is nothing to generate a kernel for"
 SHARES_MEMORY = "runs as its graph: inputs or outputs share memory that is written"
 """The note in the report on a piece whose inputs or outputs share memory."""
 
-DEVICES = frozenset({"cuda"})
-"""The types of devices on which pieces may need no codegen. On a CPU Inductor does more about a matmul."""
+MATMUL_DEVICES = frozenset({"cuda"})
+"""The types of devices on which pieces with matmuls may need no codegen. On a CPU Inductor does more about a matmul."""
+
+DEVICES = frozenset({"cpu", "cuda"})
+"""The types of devices on which pieces may need no codegen."""
 
 _EMPTY = frozenset({torch.empty_like, "new_empty"})
 """Calls that allocate with a dtype known from the graph; `torch.empty` may take the default dtype of the process."""
@@ -47,10 +50,12 @@ def needs_no_codegen(graph_module: fx.GraphModule, device_type: str | None = Non
     devices = {device_type or tensor.device.type for tensor in tensors}
     if not devices or not devices <= DEVICES or is_autocast_on():
         return False
+    if not devices <= MATMUL_DEVICES and any(is_call(node, LINEAR) for node in nodes):
+        return False
     return not any(_is_generated(node) for node in nodes)
 
 
-def build_graph_runner(graph_module: fx.GraphModule, *, casts: bool = False) -> _GraphPiece:
+def build_graph_runner(graph_module: fx.GraphModule, *, casts: bool = False) -> GraphPiece:
     """Return the piece as a function that makes the same calls in the same order.
 
     Like code that Inductor compiles, the function runs without gradients and without autocast. `casts`: the piece was
@@ -60,11 +65,11 @@ def build_graph_runner(graph_module: fx.GraphModule, *, casts: bool = False) -> 
     graph.output(graph.graph_copy(graph_module.graph, {}))
     graph.set_codegen(_BoxedCodeGen())
     forward = fx.GraphModule(graph_module, graph).forward
-    return _GraphPiece(forward, casts=casts)
+    return GraphPiece(forward, casts=casts)
 
 
-class _GraphPiece:
-    """A piece whose code takes its inputs as a list (boxed), so that inputs are freed early."""
+class GraphPiece:
+    """A piece that runs as its graph. Its code takes its inputs as a list (boxed), so that inputs are freed early."""
 
     def __init__(self, forward: Callable[[list[Any]], Sequence[Any]], *, casts: bool) -> None:
         self._forward = forward

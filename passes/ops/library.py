@@ -15,6 +15,9 @@ from piecegraph.passes.ops.op_types import OpOverload
 
 _library = torch.library.Library("piecegraph", "FRAGMENT")
 
+IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {}
+"""What an op of passes runs, for a recorder that wants to see what happens inside of it. Filled at import."""
+
 
 def define_op(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
     """Define the op `piecegraph::` + `schema`, and return its overload, which is what a graph calls.
@@ -26,4 +29,5 @@ def define_op(schema: str, implementation: Callable[..., Any], fake: Callable[..
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"piecegraph::{name}", fake, lib=_library)
     overload: OpOverload = getattr(torch.ops.piecegraph, name).default
+    IMPLEMENTATIONS[overload] = implementation
     return overload

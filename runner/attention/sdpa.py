@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from piecegraph.compiler.graphs.replay.prepared_ops import Launch
 from piecegraph.passes.ops.quantised.e4m3 import e4m3_to_bfloat16
 from piecegraph.passes.ops.quantised.rounded_rows import MAX_E4M3
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
@@ -26,7 +27,9 @@ from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
-from piecegraph.runner.attention.kernels.decode_attention import decode_attention
+from piecegraph.runner.attention.interface.rotary import Rotary
+from piecegraph.runner.attention.kernels.decode_attention import BoundAttention, bind_attention
+from piecegraph.runner.attention.kernels.norm_and_rotate import BoundRotation, bind_rotation
 from piecegraph.runner.attention.triton.reference import rotated
 
 Integers = npt.NDArray[np.int64]
@@ -123,7 +126,11 @@ class SdpaMetadataBuilder:
             write_rows=None if write_rows is None else self._on_device(write_rows),
             write_slots=self._on_device(write_slots),
             write_run=_run_of(write_slots),
-            is_one_query_each=write_rows is None and len(calls) == 1 and calls[0].query_len == 1,
+            is_one_query_each=(
+                len(calls) == 1
+                and calls[0].query_len == 1
+                and len(write_slots) == calls[0].num_reqs  # none but the rows behind them are padding
+            ),
         )
 
     def init_capture(self, common: AttentionMetadata) -> AttentionMetadata:
@@ -205,7 +212,7 @@ class SdpaImpl:
         assert isinstance(metadata, SdpaMetadata), type(metadata)
         query, key, value, out = call.query, call.key, call.value, call.out
         if call.rotary is not None:
-            query, key = rotated(query, key, call.rotary)
+            query, key = _rotated(query, key, call.rotary)
         if metadata.is_one_query_each and _decode(call, query, key, kv_cache, metadata):
             return
         scales, of_values = kv_cache.scales, None
@@ -252,33 +259,80 @@ class SdpaImpl:
             written.copy_(found if of_values is None else found * of_values)
         out[metadata.num_real_rows :].zero_()
 
-    def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
-        """Return why no call can be prepared."""
-        return "sdpa plans its calls anew for each batch"
+    def prepare(self, call: AttentionCall, kv_cache: KVCache) -> Launch | str:
+        """Bind the call to our kernels on a CPU. Elsewhere nothing but a dispatch by torch would be saved."""
+        if call.query.device.type != "cpu":
+            return "sdpa plans its calls anew for each batch"
+        return _Launch.of(call, kv_cache)
+
+
+def _rotated(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query and key normed and rotated; that of the query may be its own memory."""
+    bound = bind_rotation(query, key, rotary)
+    if bound is None:
+        return rotated(query, key, rotary)
+    bound.run()
+    return query, bound.key
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One layer over fixed tensors: by our kernels with arguments made before, where they compute a batch."""
+
+    call: AttentionCall
+    kv_cache: KVCache
+    rotation: BoundRotation | None
+    attention: BoundAttention | None  # None: the kernels compute no batch
+
+    @classmethod
+    def of(cls, call: AttentionCall, kv_cache: KVCache) -> _Launch:
+        """Bind the kernels, as far as they are there and compute this layer."""
+        rotation = None if call.rotary is None else bind_rotation(call.query, call.key, call.rotary)
+        if (rotation is None and call.rotary is not None) or not _is_plain(call, kv_cache):
+            return cls(call, kv_cache, None, None)
+        key = call.key if rotation is None else rotation.key
+        return cls(call, kv_cache, rotation, _bound(call, call.query, key, kv_cache))
+
+    def __call__(self, metadata: AttentionMetadata) -> None:
+        """Run the layer with the batch of `metadata`."""
+        assert isinstance(metadata, SdpaMetadata), type(metadata)
+        if self.attention is None or not metadata.is_one_query_each:
+            SdpaImpl().forward(self.call, self.kv_cache, metadata)
+            return
+        if self.rotation is not None:
+            self.rotation.run()
+        _attend_at_once(self.attention, self.call, metadata)
 
 
 def _decode(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, kv_cache: KVCache, metadata: SdpaMetadata
 ) -> bool:
     """Run one layer of a step in which each request has one query by our C++ kernel, and return whether it ran."""
-    if kv_cache.scales is not None or call.softcap or call.sinks is not None or call.slopes is not None:
-        return False
-    if len(query) != metadata.num_real_rows:
-        return False
+    attention = _bound(call, query, key, kv_cache) if _is_plain(call, kv_cache) else None
+    if attention is not None:
+        _attend_at_once(attention, call, metadata)
+    return attention is not None
+
+
+def _is_plain(call: AttentionCall, kv_cache: KVCache) -> bool:
+    """Return whether our C++ kernel has all that changes the scores of a layer."""
+    return not (kv_cache.scales is not None or call.softcap or call.sinks is not None or call.slopes is not None)
+
+
+def _bound(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, kv_cache: KVCache
+) -> BoundAttention | None:
+    value, values = (None, kv_cache.key) if call.is_latent else (call.value, kv_cache.value)
+    return bind_attention(query, key, value, kv_cache.key, values, call.out, call.scale)
+
+
+def _attend_at_once(attention: BoundAttention, call: AttentionCall, metadata: SdpaMetadata) -> None:
+    """Run the kernel for a batch of one query each; rows of padding become zero."""
     view = metadata.calls[0].key_views[call.reach]
     assert view.num_keys is not None
-    return decode_attention(
-        query,
-        key,
-        None if call.is_latent else call.value,
-        metadata.write_slots,
-        kv_cache.key,
-        kv_cache.key if call.is_latent else kv_cache.value,
-        view.slots,
-        view.num_keys,
-        call.out,
-        call.scale,
-    )
+    attention.run(metadata.write_slots, view.slots, view.num_keys)
+    if len(call.out) != metadata.num_real_rows:
+        call.out[metadata.num_real_rows :].zero_()
 
 
 def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:

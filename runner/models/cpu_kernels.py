@@ -17,7 +17,7 @@ from piecegraph.cpu_instructions import cpu_instructions
 from piecegraph.errors import ConfigError
 from piecegraph.passes.kernels.common.cpp_kernel import CppKernel
 from piecegraph.passes.kernels.cpu import int8_layer, int8_rows
-from piecegraph.runner.attention.kernels import decode_attention
+from piecegraph.runner.attention.kernels import decode_attention, norm_and_rotate
 from piecegraph.runner.sampling.kernels import cpu_gumbel_sample, cpu_truncate
 from piecegraph.runner.step.kernels import cpu_prepare_inputs
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 OF_EVERY_MODEL = {
     decode_attention.KERNEL: "attention of single tokens",
+    norm_and_rotate.KERNEL: "rotary embedding",
     cpu_gumbel_sample.KERNEL: "drawing tokens",
     cpu_truncate.KERNEL: "min_p, top_k and top_p",
     cpu_prepare_inputs.KERNEL: "a step's inputs",

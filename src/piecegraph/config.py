@@ -35,6 +35,7 @@ PASSES = (
     "fuse-add-rms-norm",
     "fuse-act-mul",
     "fuse-rope-kv-write",
+    "fuse-int8-rope",
     "select-rows-early",
     "fuse-linear",
     "fuse-moe",

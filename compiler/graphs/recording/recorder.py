@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from piecegraph.compiler.graphs.recording.cuda_graph import (
     forget_cublas_workspaces,
     pool_bytes,
 )
+from piecegraph.compiler.graphs.recording.kernel_calls import record_calls
 from piecegraph.compiler.torch_compat.versions import graph_exec_handle
 from piecegraph.errors import CaptureError
 
@@ -43,10 +44,13 @@ class Recorder(Protocol):
     def on_stream(self) -> AbstractContextManager[Any]:
         """Return a context for warm-up and recording, which makes the recorder's stream current inside."""
 
-    def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
+    def record(
+        self, run: Callable[[], Outputs], *, is_patched: bool = False, dispatches_all: bool = False
+    ) -> Recording:
         """Run `run` once and return its recording. An error of `run` propagates and leaves no partial recording.
 
-        `is_patched` says that nodes of the graph will be changed before replays.
+        `is_patched` says that nodes of the graph will be changed before replays. `dispatches_all` says that `run` reads
+        and writes tensors by torch's ops alone: it is no code of a user, and none that Inductor generated.
         """
 
     def weak(self, value: Any) -> Any:
@@ -71,7 +75,9 @@ class CudaRecorder:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.stream)
 
-    def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
+    def record(
+        self, run: Callable[[], Outputs], *, is_patched: bool = False, dispatches_all: bool = False
+    ) -> Recording:
         """Capture `run` as a CUDA graph; its graph is kept and instantiated if nodes will be patched."""
         graph = torch.cuda.CUDAGraph(keep_graph=is_patched)  # the nodes have handles while the graph is kept
         forget_cublas_workspaces()  # so that the graph takes one from this pool, not one that eager calls share
@@ -100,10 +106,11 @@ class CudaRecorder:
 
 
 class FunctionRecorder:
-    """A recorder that keeps the function and runs it again over its buffers (`kind="recorded"`).
+    """A recorder for a CPU (`kind="recorded"`), under every rule of a CUDA graph.
 
-    Results are copied into the outputs of the first run, whose addresses therefore stay. A replay is not faster, but
-    follows every other rule of a CUDA graph.
+    A function that does nothing but call our C++ kernels becomes the list of their calls (`kernel_calls.py`). Any other
+    is kept and run again over its buffers: its results are copied into the outputs of the first run, whose addresses
+    therefore stay, and its replay is not faster.
     """
 
     kind = "recorded"
@@ -115,19 +122,32 @@ class FunctionRecorder:
         """Return a context that does nothing."""
         return nullcontext()
 
-    def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
-        """Run `run` and keep it for replays, with its outputs as fixed buffers."""
+    def record(
+        self, run: Callable[[], Outputs], *, is_patched: bool = False, dispatches_all: bool = False
+    ) -> Recording:
+        """Run `run` and keep its calls, or itself, for replays, with its outputs as fixed buffers."""
+        if dispatches_all and (recorded := record_calls(run)) is not None:
+            return self._kept(recorded.replay, recorded.outputs, (*recorded.outputs, *recorded.memory))
         outputs = tuple(run())
-        own = sum(value.untyped_storage().nbytes() for value in outputs if isinstance(value, torch.Tensor))
+
+        def run_again() -> None:
+            for kept, value in zip(outputs, run(), strict=True):
+                if isinstance(kept, torch.Tensor) and kept.data_ptr() != value.data_ptr():
+                    kept.copy_(value)
+
+        return self._kept(run_again, outputs, outputs)
+
+    def _kept(self, run_again: Callable[[], None], outputs: tuple[Any, ...], memory: Iterable[Any]) -> Recording:
+        """Return the recording of what `run_again` does, which keeps `memory` as long as it is not released."""
+        storages = {one.data_ptr(): one for one in (each.untyped_storage() for each in memory if _is_tensor(each))}
+        own = sum(one.nbytes() for one in storages.values())
         self._bytes += own
         released = False
 
         def replay() -> None:
             if released:
                 raise CaptureError("this graph was released; its Graphs are closed.")
-            for kept, value in zip(outputs, run(), strict=True):
-                if isinstance(kept, torch.Tensor) and kept.data_ptr() != value.data_ptr():
-                    kept.copy_(value)
+            run_again()
 
         def release() -> None:
             nonlocal released
@@ -142,8 +162,12 @@ class FunctionRecorder:
         return value
 
     def used_bytes(self) -> int:
-        """Return the bytes of the outputs of recordings that are not released."""
+        """Return the bytes of recordings that are not released."""
         return self._bytes
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def make_recorder(kind: str, device: torch.device, pool: Any = None, stream: Any = None) -> Recorder:

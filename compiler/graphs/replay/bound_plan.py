@@ -9,8 +9,9 @@ from typing import Any
 from piecegraph.compiler.building.ready import Parts
 from piecegraph.compiler.graphs.replay.prepared_ops import Launch, PreparedOp, ReadMetadata
 from piecegraph.compiler.piece_compilers.protocol import RunPiece, run_boxed
+from piecegraph.compiler.splitting.passthrough import GraphPiece
 from piecegraph.compiler.splitting.plan import CallStep, PieceStep, Plan, Slot, Step
-from piecegraph.compiler.splitting.segments import Lifetimes
+from piecegraph.compiler.splitting.segments import Lifetimes, Segment
 
 Values = dict[str, Any]
 """Values by slot name."""
@@ -76,6 +77,13 @@ class BoundPlan:
         result = self.functions[step.function](*args, **kwargs)
         if step.output is not None:
             values[step.output.name] = result
+
+    def dispatches_all(self, segment: Segment) -> bool:
+        """Return whether a segment is nothing but torch's ops: no code of the caller's, and none of Inductor's."""
+        if segment.has_before or segment.has_after or segment.split_ops:
+            return False
+        pieces = (step for _, step in segment.steps if isinstance(step, PieceStep))
+        return all(isinstance(self.pieces[step.unique], GraphPiece) for step in pieces)
 
     def launch_of(self, step: CallStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Launch | str:
         """Return the launch that the op's `prepare` made for this call, or why the call is dispatched."""

@@ -124,7 +124,9 @@ def record_plan(
                 _run_segment(bound, part, values, lifetimes)
             else:
                 recorded = _RecordedSegment(bound, part, values, lifetimes, recorder)
-                recording = recorder.record(recorded.run, is_patched=bool(part.split_ops))
+                recording = recorder.record(
+                    recorded.run, is_patched=bool(part.split_ops), dispatches_all=bound.dispatches_all(part)
+                )
                 recordings.append(Recording(recording.replay, (), recording.release))
                 steps.append(_replay_step(bound, part, recording, recorded.patches))
                 made = lifetimes.outputs(part)

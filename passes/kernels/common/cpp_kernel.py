@@ -7,7 +7,9 @@ process, because ops take tensors only. Until then, and where there is no librar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,26 @@ POINTER, NUMBER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, cty
 """The types of arguments: the address of a tensor's first number, or None, and numbers of C."""
 
 NOT_LOADED = "it was not loaded"
+
+KernelCall = tuple[Callable[..., int], tuple[Any, ...]]
+"""A function of a library and its arguments, most of them addresses."""
+
+
+class _Recording(threading.local):
+    calls: list[KernelCall] | None = None  # None: nothing is recorded on this thread
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording_kernel_calls() -> Iterator[list[KernelCall]]:
+    """Yield a list of the calls that this thread makes by `CppKernel.run` inside the context, in their order."""
+    before, _recording.calls = _recording.calls, []
+    try:
+        yield _recording.calls
+    finally:
+        _recording.calls = before
 
 
 class CppKernel:
@@ -39,6 +61,16 @@ class CppKernel:
         self.call: Callable[..., int] | None = None
         self.why_not = NOT_LOADED
         self._name, self._arguments, self._probe = name, list(arguments), probe
+
+    def run(self, *arguments: Any) -> int:
+        """Call the function, which must be there, and return its result.
+
+        A call that is recorded may be made again with the same arguments, at any later time.
+        """
+        assert self.call is not None, self.why_not
+        if _recording.calls is not None:
+            _recording.calls.append((self.call, arguments))
+        return self.call(*arguments)
 
     def function_of(self, library: ctypes.CDLL) -> Callable[..., int]:
         """Return the function in `library`. Raises `AttributeError` for a library of something else."""

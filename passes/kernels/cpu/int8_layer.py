@@ -103,7 +103,7 @@ def int8_layer(x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> tuple[t
     rows, before = x.contiguous(), residual.contiguous()
     after, total = before.new_empty((*x.shape[:-1], num_columns)), torch.empty_like(before)
     norms = [None if each.weight is None else each.weight.data_ptr() for each in (layer.norm, layer.next_norm)]
-    has_no_memory = KERNEL.call(
+    has_no_memory = KERNEL.run(
         rows.data_ptr(),
         before.data_ptr(),
         after.data_ptr(),
@@ -138,7 +138,7 @@ def add_and_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[t
         return None
     rows, before = x.contiguous(), residual.contiguous()
     normed, total = torch.empty_like(rows), torch.empty_like(rows)
-    ADD_AND_NORM.call(
+    ADD_AND_NORM.run(
         rows.data_ptr(),
         before.data_ptr(),
         total.data_ptr(),
@@ -164,5 +164,5 @@ def gate_rows(gate_up: torch.Tensor) -> torch.Tensor | None:
     rows = gate_up.contiguous()
     out = rows.new_empty((*rows.shape[:-1], size))
     num_rows = rows.numel() // (2 * size)
-    GATE_ROWS.call(rows.data_ptr(), out.data_ptr(), num_rows, size, dtype is torch.bfloat16, torch.get_num_threads())
+    GATE_ROWS.run(rows.data_ptr(), out.data_ptr(), num_rows, size, dtype is torch.bfloat16, torch.get_num_threads())
     return out

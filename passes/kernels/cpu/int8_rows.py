@@ -52,7 +52,7 @@ def int8_rows(
         return None
     rows = x if x.is_contiguous() else x.contiguous()
     out = rows.new_empty((*x.shape[:-1], num_columns))
-    has_no_memory = KERNEL.call(
+    has_no_memory = KERNEL.run(
         rows.data_ptr(),
         size,
         weight.data_ptr(),

@@ -1,4 +1,5 @@
-// Attention of one query of each request over a paged cache on a CPU, for the backend `sdpa`.
+// Attention of one query of each request over a paged cache on a CPU, for the backend `sdpa`, and the norm and rotary
+// embedding of queries and keys before it.
 //
 // Each key and value is read once for all heads that share it, from where it lies in the cache. The keys of a request
 // are divided into parts, which threads share; a part has its own largest score, sum and values, which are added up at
@@ -300,7 +301,7 @@ void add_parts(const Shape& shape, int64_t num_parts, const float* first, int64_
 }
 
 template <class Number>
-bool attend(const Shape& shape, const Number* query, const Number* keys, const Number* values, const int64_t* slots,
+bool attend(const Shape& shape, const Number* query, int64_t query_stride, const Number* keys, const Number* values, const int64_t* slots,
             const int32_t* num_keys, Number* out, float scale, int num_threads) {
     static thread_local Scratch kept;
     const int64_t step = shape.results_of_part(), max_parts = shape.max_parts();
@@ -325,7 +326,7 @@ bool attend(const Shape& shape, const Number* query, const Number* keys, const N
             has_memory = false;
             continue;
         }
-        attend_part(shape, query + at * shape.group * shape.key_dim, keys + kv_head * shape.key_dim,
+        attend_part(shape, query + request * query_stride + kv_head * shape.group * shape.key_dim, keys + kv_head * shape.key_dim,
                     values + kv_head * shape.value_stride, slots + request * shape.max_keys + first, count, of_task,
                     scale, work, results + (at * max_parts + part) * step, max_parts * step);
     }
@@ -348,7 +349,7 @@ void write_rows(const Number* rows, int64_t stride, const int64_t* slots, int64_
 }
 
 template <class Number>
-int step(const void* query, const void* key, int64_t key_stride, const void* value, int64_t value_row_stride,
+int step(const void* query, int64_t query_stride, const void* key, int64_t key_stride, const void* value, int64_t value_row_stride,
          const int64_t* write_slots, void* keys, void* values, const int64_t* slots, const int32_t* num_keys, void* out,
          const Shape& shape, float scale, int num_threads) {
     auto* cached_keys = static_cast<Number*>(keys);
@@ -359,26 +360,144 @@ int step(const void* query, const void* key, int64_t key_stride, const void* val
     if (value != nullptr)
         write_rows(static_cast<const Number*>(value), value_row_stride, write_slots, shape.num_reqs,
                    shape.num_kv_heads * shape.value_dim, cached_values);
-    const bool is_done = attend(shape, static_cast<const Number*>(query), cached_keys, cached_values, slots, num_keys,
-                                static_cast<Number*>(out), scale, num_threads);
+    const bool is_done = attend(shape, static_cast<const Number*>(query), query_stride, cached_keys, cached_values, slots,
+                                num_keys, static_cast<Number*>(out), scale, num_threads);
     return is_done ? 0 : 1;
+}
+
+constexpr int64_t kMaxKeyDim = 1024;       // of a rotated head
+constexpr int64_t kLeastNumbers = 1 << 15;  // to rotate for which threads are worth their start
+
+// What is done to each head: see `Rotary`. `dim` numbers are rotated.
+struct Rotation {
+    const void *cos, *sin;
+    int64_t cos_stride, sin_stride, dim;
+    bool has_norm;
+    float eps, offset;
+};
+
+// Heads of some rows, which lie anywhere, and what their norm multiplies by, or null.
+template <class Number>
+struct Heads {
+    const Number* from;
+    int64_t row_stride, head_stride;
+    Number* to;
+    int64_t to_row_stride, to_head_stride;
+    int64_t count;
+    const float* weight;
+};
+
+template <class Number>
+void rotate_head(const Number* from, const float* cos, const float* sin, const float* weight, int64_t size,
+                 const Rotation& by, Number* to) {
+    float x[kMaxKeyDim];
+    for (int64_t i = 0; i < size; ++i) x[i] = number(from[i]);
+    if (by.has_norm) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; ++i) sum += x[i] * x[i];
+        const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + by.eps);
+        for (int64_t i = 0; i < size; ++i) x[i] *= factor;
+        if (weight != nullptr)
+            for (int64_t i = 0; i < size; ++i) x[i] *= weight[i];
+    }
+    const int64_t half = by.dim / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const float first = x[i], second = x[i + half];
+        store(first * cos[i] - second * sin[i], to + i);
+        store(second * cos[i + half] + first * sin[i + half], to + i + half);
+    }
+    for (int64_t i = by.dim; i < size; ++i) store(x[i], to + i);
+}
+
+template <class Number>
+void rotate_row(const Heads<Number>& heads, int64_t row, const float* cos, const float* sin, int64_t size,
+                const Rotation& by) {
+    for (int64_t head = 0; head < heads.count; ++head)
+        rotate_head(heads.from + row * heads.row_stride + head * heads.head_stride, cos, sin, heads.weight, size, by,
+                    heads.to + row * heads.to_row_stride + head * heads.to_head_stride);
+}
+
+template <class Number>
+void to_floats(const void* from, int64_t first, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; ++i) to[i] = number(static_cast<const Number*>(from)[first + i]);
+}
+
+template <class Number>
+void rotate(const Heads<Number>& queries, const Heads<Number>& keys, int64_t num_rows, int64_t size, const Rotation& by,
+            bool tables_are_bfloat16, int num_threads) {
+    const auto read = tables_are_bfloat16 ? to_floats<BFloat16> : to_floats<float>;
+    const bool is_small = num_rows * (queries.count + keys.count) * size < kLeastNumbers;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && !is_small)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        float cos[kMaxKeyDim], sin[kMaxKeyDim];
+        read(by.cos, row * by.cos_stride, by.dim, cos);
+        read(by.sin, row * by.sin_stride, by.dim, sin);
+        rotate_row(queries, row, cos, sin, size, by);
+        rotate_row(keys, row, cos, sin, size, by);
+    }
+}
+
+// The weight of a norm and its offset together, or null.
+const float* factors_of(const void* weight, bool is_bfloat16, int64_t size, float offset, float* to) {
+    if (weight == nullptr) return nullptr;
+    (is_bfloat16 ? to_floats<BFloat16> : to_floats<float>)(weight, 0, size, to);
+    for (int64_t i = 0; i < size; ++i) to[i] += offset;
+    return to;
+}
+
+template <class Number>
+void norm_and_rotate(void* query, int64_t query_row, int64_t query_head, int64_t num_q_heads, const void* key,
+                     int64_t key_row, int64_t key_head, int64_t num_kv_heads, void* key_out, const void* q_weight,
+                     const void* k_weight, bool weights_are_bfloat16, int64_t num_rows, int64_t size,
+                     const Rotation& by, bool tables_are_bfloat16, int num_threads) {
+    float q_factors[kMaxKeyDim], k_factors[kMaxKeyDim];
+    auto* rows = static_cast<Number*>(query);
+    const Heads<Number> queries{rows, query_row, query_head, rows, query_row, query_head, num_q_heads,
+                                factors_of(q_weight, weights_are_bfloat16, size, by.offset, q_factors)};
+    const Heads<Number> keys{static_cast<const Number*>(key), key_row, key_head, static_cast<Number*>(key_out),
+                             num_kv_heads * size, size, num_kv_heads,
+                             factors_of(k_weight, weights_are_bfloat16, size, by.offset, k_factors)};
+    rotate(queries, keys, num_rows, size, by, tables_are_bfloat16, num_threads);
 }
 
 }  // namespace
 
+extern "C" {
+
 // One query of each request, float32 or bfloat16. First `key` and `value` [num_reqs, num_kv_heads, key_dim or
 // value_dim], rows `key_stride` and `value_row_stride` numbers apart, are written to `write_slots` of the cache; null:
-// nothing is. All else is contiguous: query [num_reqs, num_kv_heads * group, key_dim], keys [num_slots, num_kv_heads,
-// key_dim], values [num_slots, num_kv_heads, value_stride], of which the first value_dim numbers count, slots
+// nothing is. Rows of query, [num_reqs, num_kv_heads * group, key_dim], are `query_stride` numbers apart. All else is
+// contiguous: keys [num_slots, num_kv_heads, key_dim], values [num_slots, num_kv_heads, value_stride], of which the first value_dim numbers count, slots
 // [num_reqs, max_keys], of which the first num_keys[request] >= 1 count, out [num_reqs, num_kv_heads * group,
 // value_dim]. `value_dim` is at most 1,024. Returns 0, or 1 where memory has run out.
-extern "C" int piecegraph_decode_attention(int is_bfloat16, const void* query, const void* key, int64_t key_stride,
-                                           const void* value, int64_t value_row_stride, const int64_t* write_slots,
-                                           void* keys, void* values, const int64_t* slots, const int32_t* num_keys,
-                                           void* out, int64_t num_reqs, int64_t max_keys, int64_t num_kv_heads,
-                                           int64_t group, int64_t key_dim, int64_t value_dim, int64_t value_stride,
-                                           float scale, int num_threads) {
+int piecegraph_decode_attention(int is_bfloat16, const void* query, int64_t query_stride, const void* key,
+                                int64_t key_stride, const void* value, int64_t value_row_stride,
+                                const int64_t* write_slots, void* keys, void* values, const int64_t* slots,
+                                const int32_t* num_keys, void* out, int64_t num_reqs, int64_t max_keys,
+                                int64_t num_kv_heads, int64_t group, int64_t key_dim, int64_t value_dim,
+                                int64_t value_stride, float scale, int num_threads) {
     const Shape shape{num_reqs, max_keys, num_kv_heads, group, key_dim, value_dim, value_stride};
-    return (is_bfloat16 ? step<BFloat16> : step<float>)(query, key, key_stride, value, value_row_stride, write_slots,
-                                                        keys, values, slots, num_keys, out, shape, scale, num_threads);
+    return (is_bfloat16 ? step<BFloat16> : step<float>)(query, query_stride, key, key_stride, value, value_row_stride,
+                                                        write_slots, keys, values, slots, num_keys, out, shape, scale,
+                                                        num_threads);
 }
+
+// The norm, if there is one, and the rotary embedding of queries, in their place, and of keys, into `key_out`: rows of
+// heads of `size` numbers, float32 or bfloat16, by the rules of `Rotary` (attention/interface/rotary.py). A row of cos
+// and sin has `rotary_dim` numbers. Rows and heads of query and key lie as their strides say; `key_out` [num_rows,
+// num_kv_heads, size] and the weights [size], or null, are contiguous. `size` is at most 1,024. Returns 0.
+int piecegraph_norm_and_rotate(int is_bfloat16, void* query, int64_t query_row, int64_t query_head, int64_t num_q_heads,
+                               const void* key, int64_t key_row, int64_t key_head, int64_t num_kv_heads, void* key_out,
+                               const void* cos, const void* sin, int64_t cos_stride, int64_t sin_stride,
+                               int64_t rotary_dim, int tables_are_bfloat16, const void* q_weight, const void* k_weight,
+                               int weights_are_bfloat16, int has_norm, float eps, float offset, int64_t num_rows,
+                               int64_t size, int num_threads) {
+    const Rotation by{cos, sin, cos_stride, sin_stride, rotary_dim, has_norm != 0, eps, offset};
+    (is_bfloat16 ? norm_and_rotate<BFloat16> : norm_and_rotate<float>)(
+        query, query_row, query_head, num_q_heads, key, key_row, key_head, num_kv_heads, key_out, q_weight, k_weight,
+        weights_are_bfloat16 != 0, num_rows, size, by, tables_are_bfloat16 != 0, num_threads);
+    return 0;
+}
+
+}  // extern "C"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +12,7 @@ from piecegraph.passes.kernels.common.cpp_kernel import FLOAT, INT, NUMBER, POIN
 KERNEL = CppKernel(
     Path(__file__).with_name("decode_attention.cpp"),
     "piecegraph_decode_attention",
-    [INT, POINTER, POINTER, NUMBER, POINTER, NUMBER, *[POINTER] * 6, *[NUMBER] * 7, FLOAT, INT],
+    [INT, *[POINTER, NUMBER] * 3, *[POINTER] * 6, *[NUMBER] * 7, FLOAT, INT],
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -20,43 +21,86 @@ MAX_VALUE_DIM = 1024
 """The most numbers of a value: a thread adds them up on its stack."""
 
 
-def decode_attention(
-    query: torch.Tensor,  # [num_reqs, num_q_heads, key_dim]
-    key: torch.Tensor,  # [num_reqs, num_kv_heads, key_dim]
-    value: torch.Tensor | None,  # [num_reqs, num_kv_heads, value_dim]; None: `values` is `keys`
-    write_slots: torch.Tensor,  # [num_reqs] int64
+class BoundAttention(NamedTuple):
+    """The kernel's arguments that are the same in every step over the same tensors."""
+
+    rows: tuple[Any, ...]  # query, key, value, and how their rows lie
+    cache: tuple[int, int]
+    out: int
+    sizes: tuple[Any, ...]
+
+    def run(self, write_slots: torch.Tensor, slots: torch.Tensor, num_keys: torch.Tensor) -> None:
+        """Run the first rows, as many as `num_keys` has. Raises `MemoryError`."""
+        assert write_slots.dtype is slots.dtype is torch.int64 and num_keys.dtype is torch.int32, "as the kernel reads"
+        num_reqs, max_keys = slots.shape
+        failed = KERNEL.run(
+            *self.rows, write_slots.data_ptr(), *self.cache, slots.data_ptr(), num_keys.data_ptr(), self.out, num_reqs,
+            max_keys, *self.sizes,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory for attention of {num_reqs} requests over {max_keys} keys each")
+
+
+def bind_attention(
+    query: torch.Tensor,  # [num_rows, num_q_heads, key_dim]
+    key: torch.Tensor,  # [num_rows, num_kv_heads, key_dim]
+    value: torch.Tensor | None,  # [num_rows, num_kv_heads, value_dim]; None: `values` is `keys`
     keys: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, key_dim]; `key` is written to its slots
     values: torch.Tensor,  # the same with value_dim numbers, or `keys`, whose first value_dim numbers are the values
+    out: torch.Tensor,  # [num_rows, num_q_heads, value_dim]; written
+    scale: float,
+) -> BoundAttention | None:
+    """Return the kernel's arguments for these tensors, or None where it does not compute, or nobody does.
+
+    All floats need one of `DTYPES`, `out` and the cache contiguous memory, and rows of `query`, `key` and `value`
+    contiguous heads. The result does not keep the tensors' memory.
+    """
+    dtype, value_dim = query.dtype, out.shape[2]
+    if KERNEL.call is None or dtype not in DTYPES or value_dim > MAX_VALUE_DIM or query.device.type != "cpu":
+        return None
+    if not (dtype is keys.dtype is values.dtype is key.dtype is out.dtype and (value is None or value.dtype is dtype)):
+        return None
+    if not (out.is_contiguous() and keys.is_contiguous() and values.is_contiguous()):
+        return None
+    if not (_has_dense_rows(query) and _has_dense_rows(key) and (value is None or _has_dense_rows(value))):
+        return None
+    _, num_q_heads, key_dim = query.shape
+    num_kv_heads = keys.shape[2]
+    return BoundAttention(
+        rows=(
+            dtype is torch.bfloat16, query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0),
+            None if value is None else value.data_ptr(), 0 if value is None else value.stride(0),
+        ),
+        cache=(keys.data_ptr(), values.data_ptr()),
+        out=out.data_ptr(),
+        sizes=(
+            num_kv_heads, num_q_heads // num_kv_heads, key_dim, value_dim, values.shape[3], scale,
+            torch.get_num_threads(),
+        ),
+    )  # fmt: skip
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    write_slots: torch.Tensor,  # [num_reqs] int64
+    keys: torch.Tensor,
+    values: torch.Tensor,
     slots: torch.Tensor,  # [num_reqs, max_keys] int64, contiguous
     num_keys: torch.Tensor,  # [num_reqs] int32, 1 or more: how many of its slots a request has
-    out: torch.Tensor,  # [num_reqs, num_q_heads, value_dim]; written
+    out: torch.Tensor,
     scale: float,
 ) -> bool:
     """Write keys and values to the cache and the attention of each query to `out`, unless the kernel cannot.
 
-    Return whether it did. All floats need one of `DTYPES`, `query`, `out` and the cache contiguous memory, and
-    rows of `key` and `value` contiguous heads. Sums are in float32; the numbers of a request depend on no other one.
+    Return whether it did. The tensors are those of `bind_attention`, of which the first `num_reqs` rows are read and
+    written. Sums are in float32; the numbers of a request depend on no other one.
     """
-    dtype, value_dim = query.dtype, out.shape[2]
-    if KERNEL.call is None or dtype not in DTYPES or value_dim > MAX_VALUE_DIM or query.device.type != "cpu":
+    bound = bind_attention(query, key, value, keys, values, out, scale)
+    if bound is None:
         return False
-    if not (dtype is keys.dtype is values.dtype is key.dtype is out.dtype and (value is None or value.dtype is dtype)):
-        return False
-    is_dense = query.is_contiguous() and out.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
-    if not is_dense or not _has_dense_rows(key) or (value is not None and not _has_dense_rows(value)):
-        return False
-    assert write_slots.dtype is slots.dtype is torch.int64 and num_keys.dtype is torch.int32, "as the kernel reads them"
-    num_reqs, num_q_heads, key_dim = query.shape
-    num_kv_heads = keys.shape[2]
-    failed = KERNEL.call(
-        dtype is torch.bfloat16, query.data_ptr(), key.data_ptr(), key.stride(0),
-        None if value is None else value.data_ptr(), 0 if value is None else value.stride(0), write_slots.data_ptr(),
-        keys.data_ptr(), values.data_ptr(), slots.data_ptr(), num_keys.data_ptr(), out.data_ptr(), num_reqs,
-        slots.shape[1], num_kv_heads, num_q_heads // num_kv_heads, key_dim, value_dim, values.shape[3], scale,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    if failed:
-        raise MemoryError(f"no memory for attention of {num_reqs} requests over {slots.shape[1]} keys each")
+    bound.run(write_slots, slots, num_keys)
     return True
 
 

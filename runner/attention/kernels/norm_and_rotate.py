@@ -1,0 +1,72 @@
+"""The norm and rotary embedding of queries and keys on a CPU, by our C++ kernel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from piecegraph.passes.kernels.common.cpp_kernel import FLOAT, INT, NUMBER, POINTER, CppKernel
+from piecegraph.runner.attention.interface.rotary import Rotary
+from piecegraph.runner.attention.kernels import decode_attention
+
+KERNEL = CppKernel(
+    decode_attention.KERNEL.source,
+    "piecegraph_norm_and_rotate",
+    [INT, *[POINTER, NUMBER, NUMBER, NUMBER] * 2, *[POINTER] * 3, *[NUMBER] * 3, INT, POINTER, POINTER, INT, INT]
+    + [FLOAT, FLOAT, NUMBER, NUMBER, INT],
+)
+
+MAX_KEY_DIM = 1024
+"""The most numbers of a head: a thread keeps one on its stack."""
+
+
+class BoundRotation(NamedTuple):
+    """The kernel's arguments for some tensors, and the rotated key, which it writes."""
+
+    arguments: tuple[Any, ...]
+    key: torch.Tensor
+
+    def run(self) -> None:
+        """Norm and rotate the query in its place, and the key into `key`."""
+        KERNEL.run(*self.arguments)
+
+
+def bind_rotation(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> BoundRotation | None:
+    """Return the kernel's arguments for `query` and `key`, `[num_tokens, heads, key_dim]`, or None.
+
+    It is None for what the kernel does not compute, or nobody does. Query and key need one of
+    `decode_attention.DTYPES`, the tables another or the same, and so the norm's weights. Numbers are computed in float32
+    and rounded once, by the rules of `Rotary`. The result does not keep the memory of the given tensors.
+    """
+    dtype, key_dim = query.dtype, query.shape[2]
+    if KERNEL.call is None or dtype not in decode_attention.DTYPES or key.dtype is not dtype or key_dim > MAX_KEY_DIM:
+        return None
+    if query.device.type != "cpu" or query.stride(2) != 1 or key.stride(2) != 1:
+        return None
+    cos, sin = rotary.cos, rotary.sin
+    if not _are_alike(cos, sin) or cos.stride(1) != 1 or sin.stride(1) != 1:
+        return None
+    weights = [each for each in (rotary.q_norm_weight, rotary.k_norm_weight) if each is not None]
+    if weights and not (_are_alike(*weights) and all(each.is_contiguous() for each in weights)):
+        return None
+    rotated = key.new_empty(key.shape)
+    arguments = (
+        dtype is torch.bfloat16, query.data_ptr(), query.stride(0), query.stride(1), query.shape[1], key.data_ptr(),
+        key.stride(0), key.stride(1), key.shape[1], rotated.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
+        sin.stride(0), rotary.dim, cos.dtype is torch.bfloat16, _address(rotary.q_norm_weight),
+        _address(rotary.k_norm_weight), bool(weights) and weights[0].dtype is torch.bfloat16,
+        rotary.norm_eps is not None, rotary.norm_eps or 0.0, rotary.norm_offset, query.shape[0], key_dim,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return BoundRotation(arguments, rotated)
+
+
+def _are_alike(*tensors: torch.Tensor) -> bool:
+    """Return whether all have one dtype, which the kernel reads."""
+    (dtype, *others) = {each.dtype for each in tensors}
+    return not others and dtype in decode_attention.DTYPES
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
