@@ -10,11 +10,13 @@ import torch
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
+from piecegraph.passes.pipeline import pipeline
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.speculative_config import HEADS, SpeculativeConfig
 from piecegraph.runner.cudagraphs.capture_sizes import (
     NUM_FIRST_DRAFT_TOKENS,
+    SIZES_ON_A_CPU,
     SMALL_MIXED_SIZES,
     default_capture_sizes,
     full_decode_descriptors,
@@ -48,6 +50,7 @@ def plan_for(
     can_split: bool,
     has_states: bool,
     max_num_batched_tokens: int,
+    has_int8_weights: bool = False,
 ) -> GraphPlan:
     """Return the plan for a model, or, if `config.is_draft`, for the passes of a draft model. See `plan_graphs`."""
     num_drafts = 0 if config.speculative is None or config.is_draft else config.speculative.num_speculative_tokens
@@ -64,12 +67,23 @@ def plan_for(
         strict=config.strict,
         num_speculative_tokens=num_drafts,
         agrees_on_sizes=config.shares_experts,
+        replays_kernels=has_int8_weights and not has_states and _replays_int8_kernels(config, backend, device),
     )
     if config.enable_lora:
         plan = _with_adapters(plan, config.max_loras)
     if not config.is_draft:
         return plan
     return _draft_plan(plan, backend, num_first_tokens=num_first_draft_tokens(config.speculative), strict=config.strict)
+
+
+def _replays_int8_kernels(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
+    """Return whether a step over int8 weights on a CPU is little but calls of our C++ kernels (`FuseInt8Layers`)."""
+    if device.type != "cpu" or backend.name != "sdpa" or config.compile.compiler != "inductor":
+        return False
+    if config.num_ranks > 1 or config.enable_lora or config.speculative is not None or config.shares_experts:
+        return False
+    names = {each.name for each in pipeline(config.compile.passes, device.type)}
+    return {"fuse-int8-rope", "fuse-int8-layers"} <= names
 
 
 def _with_adapters(plan: GraphPlan, num_slots: int) -> GraphPlan:
@@ -131,10 +145,12 @@ def plan_graphs(
     num_speculative_tokens: int = 0,
     has_states: bool = False,
     agrees_on_sizes: bool = False,
+    replays_kernels: bool = False,
 ) -> GraphPlan:
     """Return the plan for one configuration.
 
-    `can_split`: the model is split into several pieces. `has_states`: some layers have states, which FULL graphs hold
+    `can_split`: the model is split into several pieces. `replays_kernels`: as in `resolve_cudagraph_mode`; by default
+    few sizes are captured then (`SIZES_ON_A_CPU`). `has_states`: some layers have states, which FULL graphs hold
     for uniform batches.
 
     `num_speculative_tokens`: the most drafts of a request; if there are any, uniform batches in which each request
@@ -157,9 +173,13 @@ def plan_graphs(
         supporter=what,
         is_cuda=device.type == "cuda",
         graph_kind=graph_kind,
+        replays_kernels=replays_kernels,
         can_split=can_split,
         strict=strict,
     )
+    if capture_sizes is None and replays_kernels and graph_kind == "auto":
+        most = min(max_num_seqs, max_num_batched_tokens)
+        capture_sizes = [size for size in SIZES_ON_A_CPU if size <= most]
     sizes = tuple(capture_sizes) if capture_sizes is not None else default_capture_sizes(max_num_batched_tokens)
     if strict:
         _refuse_sizes_left_out(sizes, resolved, max_num_seqs, max_num_batched_tokens)

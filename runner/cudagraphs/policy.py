@@ -27,13 +27,15 @@ def resolve_cudagraph_mode(
     supporter: str,
     is_cuda: bool,
     graph_kind: str,
+    replays_kernels: bool = False,
     uniform_token_count: int = 1,
     can_split: bool = True,
     strict: bool = False,
 ) -> ResolvedMode:
     """Return the configured mode, each half lowered FULL -> PIECEWISE -> NONE as far as necessary.
 
-    `supporter`: the name of what has the `support`.
+    `supporter`: the name of what has the `support`. `replays_kernels`: without a GPU, most of a step is calls of our
+    C++ kernels, for which recorded graphs pay.
     `can_split`: the model is split at attention, so that PIECEWISE has pieces. `uniform_token_count`: the number of
     tokens of each request in a uniform decode batch. Raises `ConfigError` with the reason for a downgrade if `strict`,
     and for CUDA graphs without a GPU.
@@ -42,10 +44,11 @@ def resolve_cudagraph_mode(
         raise ConfigError("graph_kind='cuda' needs an NVIDIA GPU; use 'auto', or 'recorded' for the rules alone.")
     decode, mixed = configured.decode_mode, configured.mixed_mode
     reasons: list[str] = []
-    if not is_cuda and graph_kind == "auto" and configured is not NONE:
+    if not (is_cuda or replays_kernels) and graph_kind == "auto" and configured is not NONE:
         decode = mixed = NONE
         reasons.append(
-            "NONE runs: there is no GPU, where graphs pay; graph_kind='recorded' applies their rules without the speed"
+            "NONE runs: there is no GPU, where graphs pay; on a CPU they pay for int8 weights alone, and for one rank "
+            "without drafts and adapters; graph_kind='recorded' applies their rules"
         )
     needed = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

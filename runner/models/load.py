@@ -73,6 +73,12 @@ class LoadedModel:
         return self.rank_plan is not None or self.stage is not None
 
     @property
+    def has_int8_weights(self) -> bool:
+        """Whether linears have int8 weights with a scale for each output channel."""
+        schemes = () if self.quantisation is None else self.quantisation.methods.values()
+        return any(scheme.method == "int8" and not scheme.group_size for scheme in schemes)
+
+    @property
     def num_parameters(self) -> int:
         """The number of parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
