@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.runner.attention.interface.backend import AttentionBackend
+from piecegraph.runner.attention.kernels import decode_attention, norm_and_rotate
 from piecegraph.runner.attention.sdpa import SdpaBackend, _by_slot, _read, _run_of, attend_one_query
 from piecegraph.runner.attention.triton.backend import TritonBackend
+from tests.cpp_kernels import needs_cpp_compiler, use_kernel
 from tests.runner.attention.paged_case import PagedCase, by_value_factor, make_case
 from tests.runner.attention.rotary_case import NORMS, check_rotated_cache, make_rotary_case
 
@@ -99,9 +101,16 @@ def test_a_constant_that_is_subtracted_from_all_keys_of_a_head_changes_nothing(
     torch.testing.assert_close(run(case, backend).double(), case.expected, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("computed_by", ["torch", pytest.param("our kernel", marks=needs_cpp_compiler)])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_query_and_key_are_rotated_on_the_way(batch: str, norm: str) -> None:
+def test_query_and_key_are_rotated_on_the_way(
+    batch: str, norm: str, computed_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernel rotates the query in its place, which the op allows."""
+    monkeypatch.setattr(norm_and_rotate.KERNEL, "call", None)
+    if computed_by == "our kernel":
+        use_kernel(norm_and_rotate.KERNEL, monkeypatch)
     case = make_rotary_case(lens=BATCHES[batch], num_padded=2, norm=norm, rotary_dim=6)
     raw, backend = case.raw, SdpaBackend()
     before = raw.query.clone()
@@ -111,7 +120,38 @@ def test_query_and_key_are_rotated_on_the_way(batch: str, norm: str) -> None:
     num_rows = case.rotated.expected.shape[0]
     torch.testing.assert_close(out[:num_rows].double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
     check_rotated_cache(case)
-    assert torch.equal(raw.query, before)
+    assert torch.equal(raw.query, before) == (computed_by == "torch")
+
+
+@needs_cpp_compiler
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("num_padded", [0, 2])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_prepared_launch_does_what_the_op_does(
+    batch: str, num_padded: int, is_rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, in `out` and in the cache, however often it is launched."""
+    for kernel in (norm_and_rotate.KERNEL, decode_attention.KERNEL):
+        use_kernel(kernel, monkeypatch)
+    found = []
+    for is_prepared in (False, True):
+        case = make_rotary_case(lens=BATCHES[batch], num_padded=num_padded, rotary_dim=6).raw
+        rotary = make_rotary_case(lens=BATCHES[batch], num_padded=num_padded, rotary_dim=6).rotary
+        out, backend = torch.full_like(case.query, float("nan")), SdpaBackend()
+        builder = backend.metadata_builder([case.layer], case.kv_cache.key.shape[1], case.query.device, max_num_reqs=8)
+        call, metadata = case.call(out, rotary if is_rotated else None), builder.build(case.metadata)
+        if is_prepared:
+            launch = backend.impl().prepare(call, case.kv_cache)
+            assert not isinstance(launch, str)
+            query = case.query.clone()
+            launch(metadata)
+            case.query.copy_(query)
+            launch(metadata)
+        else:
+            backend.impl().forward(call, case.kv_cache, metadata)
+        found.append((out, case.kv_cache.key, case.kv_cache.value))
+    for op, launched in zip(*found, strict=True):  # slots that nobody wrote are NaN
+        torch.testing.assert_close(launched, op, atol=0, rtol=0, equal_nan=True)
 
 
 def test_writes_new_keys_and_values_to_their_slots() -> None:
