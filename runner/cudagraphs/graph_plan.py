@@ -80,7 +80,7 @@ def _replays_int8_kernels(config: EngineConfig, backend: AttentionBackend, devic
     """Return whether a step over int8 weights on a CPU is little but calls of our C++ kernels (`FuseInt8Layers`)."""
     if device.type != "cpu" or backend.name != "sdpa" or config.compile.compiler != "inductor":
         return False
-    if config.num_ranks > 1 or config.enable_lora or config.speculative is not None or config.shares_experts:
+    if config.num_ranks > 1 or config.enable_lora or config.shares_experts:
         return False
     names = {each.name for each in pipeline(config.compile.passes, device.type)}
     return {"fuse-int8-rope", "fuse-int8-layers"} <= names

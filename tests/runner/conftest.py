@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from piecegraph import LLM, environment
 from piecegraph.passes.kernels.common.cpp_kernel import NOT_LOADED
-from piecegraph.passes.kernels.cpu import int8_rows
-from piecegraph.runner.models.cpu_kernels import OF_EVERY_MODEL
+from piecegraph.runner.models.cpu_kernels import OF_EVERY_MODEL, OF_INT8
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
 
@@ -44,7 +43,7 @@ def without_cpp_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     Where a model rounds its activations to 8 bits, a difference of one in the last place can round one the other way.
     """
     monkeypatch.setenv(environment.CPU_KERNELS, "0")
-    for kernel in (*OF_EVERY_MODEL, int8_rows.KERNEL):
+    for kernel in (*OF_EVERY_MODEL, *OF_INT8):
         monkeypatch.setattr(kernel, "call", None)
         monkeypatch.setattr(kernel, "why_not", NOT_LOADED)
 
