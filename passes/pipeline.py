@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from piecegraph.cpu_instructions import cpu_instructions, is_intel
-from piecegraph.passes.cpu.fuse_int8_rope import FuseInt8Rope
 from piecegraph.passes.cpu.use_onednn import UseOneDNN
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
@@ -14,7 +13,6 @@ from piecegraph.passes.fuse_all_reduce import FuseAllReduce
 from piecegraph.passes.fuse_int8_layers import FuseInt8Layers
 from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.fuse_lookups import FuseLookups
-from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.passes.matching.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
@@ -22,6 +20,8 @@ from piecegraph.passes.moe.fuse_moe import FuseMoe
 from piecegraph.passes.moe.fuse_routing import FuseRouting
 from piecegraph.passes.quantised.fuse_act_quant import FuseActQuant
 from piecegraph.passes.quantised.fuse_norm_quant import FuseNormQuant
+from piecegraph.passes.rotary.fuse_int8_rope import FuseInt8Rope
+from piecegraph.passes.rotary.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.select_rows_early import SelectRowsEarly
 
 

@@ -39,7 +39,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "triton",
     ),
     "compiler/graphs": (".", "replay", "recording"),
-    "passes": (".", "quantised", "moe", "cpu", "matching", "ops", "kernels"),
+    "passes": (".", "quantised", "moe", "rotary", "cpu", "matching", "ops", "kernels"),
     "passes/ops": ("cpu", "quantised", "moe", "."),
     "passes/kernels": ("cpu", "moe", "norm", "linear", "lora", "quantised", "elementwise", "common"),
     "runner": (
@@ -283,7 +283,7 @@ COVERED_BY: Mapping[str, str] = {
     "passes/kernels/moe/route_blocks.py": "tests/passes/kernels/moe/test_route.py",
     "passes/kernels/moe/route_many.py": "tests/passes/kernels/moe/test_route.py",
     "passes/kernels/moe/stored_experts.py": "tests/passes/kernels/moe/test_quantised_experts.py",
-    "passes/matching/rotary_pattern.py": "tests/passes/test_fuse_rope_kv_write.py",
+    "passes/matching/rotary_pattern.py": "tests/passes/rotary/test_fuse_rope_kv_write.py",
     "passes/matching/row_wise.py": "tests/passes/test_select_rows_early.py",
     "passes/ops/library.py": "tests/passes/ops/test_linear.py",
     "cache/store/blobs.py": "tests/cache/store/test_store.py",

@@ -14,6 +14,7 @@ from piecegraph.passes.matching.torch_ir import (
     ADD,
     CASTS,
     CAT,
+    CHUNK,
     GELU,
     GETITEM,
     LINEAR,
@@ -24,6 +25,7 @@ from piecegraph.passes.matching.torch_ir import (
     RMS_NORM,
     RSQRT,
     SILU,
+    SPLIT,
     SQUARE,
     SUB,
     TRANSPOSE,
@@ -51,6 +53,9 @@ _MORE_VIEWS = frozenset(
 )
 VIEWS = TRANSPOSE | SQUEEZE | UNSQUEEZE | EXPAND | VIEW | _MORE_VIEWS
 """Calls whose result is their first argument's memory, whatever its layout."""
+
+_SEVERAL_VIEWS = CHUNK | SPLIT | {torch.unbind, "unbind"}
+"""Calls that return several views of their first argument."""
 
 VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 """Attributes of a tensor that are views of it. Dynamo writes reading one as a call of `getattr`, but for `data`."""
@@ -205,13 +210,23 @@ def is_unmodified_input(node: fx.Node) -> bool:
     The tensor's contents are then there before anything is launched. Kernels read weights before they wait for the
     preceding kernel (`kernels/common/overlapped.py`).
     """
-    while (source := view_source(node)) is not None and not _is_changed(node):
+    while (source := view_source(node) or _whole_of(node)) is not None:
         node = source
     return node.op in ("placeholder", "get_attr") and not _is_changed(node)
 
 
 def _is_changed(node: fx.Node) -> bool:
-    return any(node in written_by(user) for user in node.users)
+    """Return whether a call changes a tensor, or one of several parts of a tensor, under its name or that of a view."""
+    return any(
+        node in written_by(user) or (node in (view_source(user), _whole_of(user)) and _is_changed(user))
+        for user in node.users
+    )
+
+
+def _whole_of(node: fx.Node) -> fx.Node | None:
+    """Return what a call cuts into several views, or the views of which a call takes one, or None."""
+    is_cut = is_call(node, _SEVERAL_VIEWS) or (is_call(node, GETITEM) and is_call(node.args[0], _SEVERAL_VIEWS))
+    return node.args[0] if is_cut and isinstance(node.args[0], fx.Node) else None
 
 
 def view_source(node: fx.Node) -> fx.Node | None:

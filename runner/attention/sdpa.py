@@ -8,7 +8,7 @@ that faster backends are tested against.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from piecegraph.compiler.graphs.replay.prepared_ops import Launch
 from piecegraph.passes.ops.quantised.e4m3 import e4m3_to_bfloat16
 from piecegraph.passes.ops.quantised.rounded_rows import MAX_E4M3
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
@@ -259,7 +258,7 @@ class SdpaImpl:
             written.copy_(found if of_values is None else found * of_values)
         out[metadata.num_real_rows :].zero_()
 
-    def prepare(self, call: AttentionCall, kv_cache: KVCache) -> Launch | str:
+    def prepare(self, call: AttentionCall, kv_cache: KVCache) -> Callable[[AttentionMetadata], None] | str:
         """Bind the call to our kernels on a CPU. Elsewhere nothing but a dispatch by torch would be saved."""
         if call.query.device.type != "cpu":
             return "sdpa plans its calls anew for each batch"
@@ -319,9 +318,7 @@ def _is_plain(call: AttentionCall, kv_cache: KVCache) -> bool:
     return not (kv_cache.scales is not None or call.softcap or call.sinks is not None or call.slopes is not None)
 
 
-def _bound(
-    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, kv_cache: KVCache
-) -> BoundAttention | None:
+def _bound(call: AttentionCall, query: torch.Tensor, key: torch.Tensor, kv_cache: KVCache) -> BoundAttention | None:
     value, values = (None, kv_cache.key) if call.is_latent else (call.value, kv_cache.value)
     return bind_attention(query, key, value, kv_cache.key, values, call.out, call.scale)
 

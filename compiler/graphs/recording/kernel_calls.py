@@ -59,7 +59,7 @@ class _Seen(TorchDispatchMode):
     """A mode that notes the memory that is allocated, and whether an op computes that is none of ours."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self.memory: list[torch.Tensor] = []
         self.computes = False
 

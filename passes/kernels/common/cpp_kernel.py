@@ -7,9 +7,9 @@ process, because ops take tensors only. Until then, and where there is no librar
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,18 @@ KernelCall = tuple[Callable[..., int], tuple[Any, ...]]
 """A function of a library and its arguments, most of them addresses."""
 
 
-class _Recording(threading.local):
-    calls: list[KernelCall] | None = None  # None: nothing is recorded on this thread
-
-
-_recording = _Recording()
+_recorded: ContextVar[list[KernelCall] | None] = ContextVar("piecegraph recorded kernel calls", default=None)
 
 
 @contextmanager
 def recording_kernel_calls() -> Iterator[list[KernelCall]]:
     """Yield a list of the calls that this thread makes by `CppKernel.run` inside the context, in their order."""
-    before, _recording.calls = _recording.calls, []
+    calls: list[KernelCall] = []
+    token = _recorded.set(calls)
     try:
-        yield _recording.calls
+        yield calls
     finally:
-        _recording.calls = before
+        _recorded.reset(token)
 
 
 class CppKernel:
@@ -68,8 +65,8 @@ class CppKernel:
         A call that is recorded may be made again with the same arguments, at any later time.
         """
         assert self.call is not None, self.why_not
-        if _recording.calls is not None:
-            _recording.calls.append((self.call, arguments))
+        if (recorded := _recorded.get()) is not None:
+            recorded.append((self.call, arguments))
         return self.call(*arguments)
 
     def function_of(self, library: ctypes.CDLL) -> Callable[..., int]:

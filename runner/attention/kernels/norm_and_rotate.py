@@ -13,8 +13,12 @@ from piecegraph.runner.attention.kernels import decode_attention
 KERNEL = CppKernel(
     decode_attention.KERNEL.source,
     "piecegraph_norm_and_rotate",
-    [INT, *[POINTER, NUMBER, NUMBER, NUMBER] * 2, *[POINTER] * 3, *[NUMBER] * 3, INT, POINTER, POINTER, INT, INT]
-    + [FLOAT, FLOAT, NUMBER, NUMBER, INT],
+    [
+        *(INT, POINTER, NUMBER, NUMBER, NUMBER, POINTER, NUMBER, NUMBER, NUMBER, POINTER),  # query, key, and key_out
+        *(POINTER, POINTER, NUMBER, NUMBER, NUMBER, INT),  # the tables
+        *(POINTER, POINTER, INT, INT, FLOAT, FLOAT),  # the norm
+        *(NUMBER, NUMBER, INT),
+    ],
 )
 
 MAX_KEY_DIM = 1024
@@ -36,8 +40,8 @@ def bind_rotation(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> Bou
     """Return the kernel's arguments for `query` and `key`, `[num_tokens, heads, key_dim]`, or None.
 
     It is None for what the kernel does not compute, or nobody does. Query and key need one of
-    `decode_attention.DTYPES`, the tables another or the same, and so the norm's weights. Numbers are computed in float32
-    and rounded once, by the rules of `Rotary`. The result does not keep the memory of the given tensors.
+    `decode_attention.DTYPES`, the tables another or the same, and so the norm's weights. Numbers are computed in
+    float32 and rounded once, by the rules of `Rotary`. The result does not keep the memory of the given tensors.
     """
     dtype, key_dim = query.dtype, query.shape[2]
     if KERNEL.call is None or dtype not in decode_attention.DTYPES or key.dtype is not dtype or key_dim > MAX_KEY_DIM:

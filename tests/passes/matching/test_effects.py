@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -146,3 +147,15 @@ def test_an_unmodified_input_is_one_that_no_call_changes() -> None:
     assert not is_unmodified_input(part)
     call(graph, "mul_", x, 2.0)
     assert not is_unmodified_input(x)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_unmodified_input_is_changed_under_none_of_its_names(is_cut: bool) -> None:
+    """Neither through another view of it, nor through one of the parts that it is cut into."""
+    graph, x = start()
+    seen, other = call(graph, "view", x, -1), call(graph, torch.transpose, x, 0, 1)
+    if is_cut:
+        seen, other = (call(graph, operator.getitem, call(graph, torch.chunk, x, 2), i) for i in range(2))
+    assert is_unmodified_input(x) and is_unmodified_input(seen)
+    call(graph, "mul_", call(graph, operator.getitem, other, 0), 2.0)
+    assert not is_unmodified_input(x) and not is_unmodified_input(seen) and not is_unmodified_input(other)

@@ -10,7 +10,7 @@ import torch
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.compiler.graphs.recording import recorder
+from piecegraph.compiler.graphs.recording import kernel_calls, recorder
 from piecegraph.passes.pipeline import default_passes
 from piecegraph.runner.inspect.explanation import explain
 from tests.cpp_kernels import needs_cpp_compiler
@@ -44,7 +44,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[int] = []
-        record_calls = recorder.record_calls
+        record_calls = kernel_calls.record_calls
 
         def counted(run: Any) -> Any:
             found = record_calls(run)

@@ -1,4 +1,4 @@
-"""The kernel in C++ for norm and rotary embedding: bounds against float64, how rows may lie, what it leaves to torch."""
+"""The kernel in C++ for norm and rotary embedding: bounds against float64, how rows may lie, what is left to torch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from piecegraph.passes.matching.repeated_halves import repeat_halves
 from piecegraph.passes.matching.rotary_pattern import ATTENTION_LAYOUT, RotatedHeads, rotated_heads
 from piecegraph.passes.matching.torch_ir import Columns, NoMatch
 from piecegraph.passes.ops.op_types import OpOverload
-from piecegraph.passes.rotary_tables import fuse_rotary_tables
+from piecegraph.passes.rotary.rotary_tables import fuse_rotary_tables
 
 _SIZES = frozenset({"new_empty", "size", torch.ops.aten.sym_size.int})
 """Calls besides attention that may read a rotated tensor, because they read none of its numbers."""
@@ -74,7 +74,6 @@ class FuseRopeKVWrite(GraphPass):
                 repeat_halves(graph, cos)
                 repeat_halves(graph, sin)
         return PassResult(matches, tuple(misses))
-
 
     def is_for(self, graph: fx.Graph) -> bool:
         """Return whether any call of the graph is a site."""

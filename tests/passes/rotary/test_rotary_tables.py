@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piecegraph.passes import fuse_rope_kv_write
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
-from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.pipeline import all_passes
-from piecegraph.passes.rotary_tables import fuse_rotary_tables
+from piecegraph.passes.rotary import fuse_rope_kv_write
+from piecegraph.passes.rotary.fuse_rope_kv_write import FuseRopeKVWrite
+from piecegraph.passes.rotary.rotary_tables import fuse_rotary_tables
 from tests.passes.family_runs import family, graph_inputs, prompt
 from tests.passes.spelled import calls, graph_of, run, text
 

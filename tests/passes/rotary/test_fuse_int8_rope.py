@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.cpu.fuse_int8_rope import FuseInt8Rope
-from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
+from piecegraph.passes.rotary.fuse_int8_rope import FuseInt8Rope
+from piecegraph.passes.rotary.fuse_rope_kv_write import FuseRopeKVWrite
 from tests.passes.pass_context import FakeContext
+from tests.passes.rotary.test_fuse_rope_kv_write import SPLIT_OPS, NoContext, attend, heads, rotated
 from tests.passes.spelled import calls, graph_of
-from tests.passes.test_fuse_rope_kv_write import SPLIT_OPS, NoContext, attend, heads, rotated
 
 Tensor = torch.Tensor
 X, COS, SIN = torch.randn(1, 5, 16), torch.randn(1, 5, 8), torch.randn(1, 5, 8)

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite, projection_of
 from piecegraph.passes.matching.rotary_pattern import RotatedHeads
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
+from piecegraph.passes.rotary.fuse_rope_kv_write import FuseRopeKVWrite, projection_of
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import fx
 
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
-from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.matching.graph_pass import PassResult
 from piecegraph.passes.ops.rms_norm import RMS_NORM
+from piecegraph.passes.rotary.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.runner.attention.interface import op as _op  # noqa: F401  (registers the ops the pass knows by name)
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from tests.passes.family_runs import family
