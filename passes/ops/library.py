@@ -15,19 +15,24 @@ from piecegraph.passes.ops.op_types import OpOverload
 
 _library = torch.library.Library("piecegraph", "FRAGMENT")
 
-IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {}
-"""What an op of passes runs, for a recorder that wants to see what happens inside of it. Filled at import."""
+RECORDABLE: dict[OpOverload, Callable[..., Any]] = {}
+"""What the ops run that a recorder on a CPU may look into (`is_recordable`). Filled at import."""
 
 
-def define_op(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+def define_op(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, is_recordable: bool = False
+) -> OpOverload:
     """Define the op `piecegraph::` + `schema`, and return its overload, which is what a graph calls.
 
     `implementation` runs on every device; `fake` makes its results from shapes alone (sizes may be symbols).
+    `is_recordable`: `implementation` runs nothing but torch's ops and `CppKernel.run`, on this thread, and decides by
+    shapes, strides and dtypes alone, by no number of a tensor.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"piecegraph::{name}", fake, lib=_library)
     overload: OpOverload = getattr(torch.ops.piecegraph, name).default
-    IMPLEMENTATIONS[overload] = implementation
+    if is_recordable:
+        RECORDABLE[overload] = implementation
     return overload

@@ -70,7 +70,7 @@ class SdpaMetadata(AttentionMetadata):
     write_rows: torch.Tensor | None  # rows whose key and value are written; None: all
     write_slots: torch.Tensor  # [rows written] int64
     write_run: range | None = None  # the same, if they follow one another
-    is_one_query_each: bool = False  # and no row is padding
+    is_one_query_each: bool = False  # rows of padding, if any, come last
 
 
 class SdpaBackend(AttentionBackend):
@@ -258,10 +258,8 @@ class SdpaImpl:
             written.copy_(found if of_values is None else found * of_values)
         out[metadata.num_real_rows :].zero_()
 
-    def prepare(self, call: AttentionCall, kv_cache: KVCache) -> Callable[[AttentionMetadata], None] | str:
-        """Bind the call to our kernels on a CPU. Elsewhere nothing but a dispatch by torch would be saved."""
-        if call.query.device.type != "cpu":
-            return "sdpa plans its calls anew for each batch"
+    def prepare(self, call: AttentionCall, kv_cache: KVCache) -> Callable[[AttentionMetadata], None]:
+        """Bind the call, and on a CPU our kernels."""
         return _Launch.of(call, kv_cache)
 
 

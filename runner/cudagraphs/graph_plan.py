@@ -50,7 +50,7 @@ def plan_for(
     can_split: bool,
     has_states: bool,
     max_num_batched_tokens: int,
-    has_int8_weights: bool = False,
+    has_only_int8_weights: bool = False,
 ) -> GraphPlan:
     """Return the plan for a model, or, if `config.is_draft`, for the passes of a draft model. See `plan_graphs`."""
     num_drafts = 0 if config.speculative is None or config.is_draft else config.speculative.num_speculative_tokens
@@ -67,7 +67,7 @@ def plan_for(
         strict=config.strict,
         num_speculative_tokens=num_drafts,
         agrees_on_sizes=config.shares_experts,
-        replays_kernels=has_int8_weights and not has_states and _replays_int8_kernels(config, backend, device),
+        replays_kernels=has_only_int8_weights and not has_states and _replays_int8_kernels(config, backend, device),
     )
     if config.enable_lora:
         plan = _with_adapters(plan, config.max_loras)

@@ -47,8 +47,8 @@ def resolve_cudagraph_mode(
     if not (is_cuda or replays_kernels) and graph_kind == "auto" and configured is not NONE:
         decode = mixed = NONE
         reasons.append(
-            "NONE runs: there is no GPU, where graphs pay; on a CPU they pay for int8 weights alone, for one rank and "
-            "without adapters; graph_kind='recorded' applies their rules"
+            "NONE runs: there is no GPU, where graphs pay; on a CPU they pay where all weights are int8, for one rank "
+            "and without adapters; graph_kind='recorded' applies their rules"
         )
     needed = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -428,7 +428,7 @@ def _trace(
             device,
             can_split=bool(layers or with_states),
             has_states=bool(with_states),
-            has_int8_weights=loaded.has_int8_weights,
+            has_only_int8_weights=loaded.has_only_int8_weights,
             max_num_batched_tokens=max_num_tokens,
         )
         decided.append((fitted, layers, with_states, choice, plan))

@@ -73,10 +73,12 @@ class LoadedModel:
         return self.rank_plan is not None or self.stage is not None
 
     @property
-    def has_int8_weights(self) -> bool:
-        """Whether linears have int8 weights with a scale for each output channel."""
-        schemes = () if self.quantisation is None else self.quantisation.methods.values()
-        return any(scheme.method == "int8" and not scheme.group_size for scheme in schemes)
+    def has_only_int8_weights(self) -> bool:
+        """Whether every weight of two dims is int8 with a scale for each output channel, and there are no experts."""
+        summary = self.quantisation
+        if summary is None or summary.left or summary.experts:
+            return False
+        return all(scheme.method == "int8" and not scheme.group_size for scheme in summary.methods.values())
 
     @property
     def num_parameters(self) -> int:

@@ -2,7 +2,8 @@
 
 A replay makes the same calls with the same addresses, without the Python, the views and the allocations around them.
 That computes the same only if nothing else computes: each op that torch runs meanwhile is looked at, also inside of
-ours, and where one is neither ours, nor a view, nor an allocation, there is no recording.
+ours, and where one is neither one of ours that may be recorded (`define_op`), nor a view, nor an allocation, there is
+no recording.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.passes.kernels.common.cpp_kernel import KernelCall, recording_kernel_calls
-from piecegraph.passes.ops.library import IMPLEMENTATIONS
+from piecegraph.passes.ops.library import RECORDABLE
 from piecegraph.passes.ops.op_types import OpOverload
 
 _ALLOCATIONS = frozenset(
@@ -66,7 +67,7 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if (implementation := IMPLEMENTATIONS.get(func)) is not None:
+        if (implementation := RECORDABLE.get(func)) is not None:
             with self:  # what it calls is looked at, too
                 return implementation(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

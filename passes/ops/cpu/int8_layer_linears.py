@@ -84,4 +84,5 @@ INT8_LAYER_LINEARS = define_op(
     f"int8_layer_linears(Tensor x, Tensor residual, {_ARGUMENTS}) -> (Tensor, Tensor)",
     int8_layer_linears,
     lambda x, residual, *layer: (x.new_empty((*x.shape[:-1], layer[-3].shape[0])), residual.new_empty(residual.shape)),
+    is_recordable=True,
 )

@@ -59,4 +59,5 @@ INT8_LINEAR = define_op(
     "int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
     int8_linear,
     lambda x, weight, scale, bias: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    is_recordable=True,
 )

@@ -43,16 +43,20 @@ def bind_rotation(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> Bou
     `decode_attention.DTYPES`, the tables another or the same, and so the norm's weights. Numbers are computed in
     float32 and rounded once, by the rules of `Rotary`. The result does not keep the memory of the given tensors.
     """
-    dtype, key_dim = query.dtype, query.shape[2]
+    dtype, (num_tokens, _, key_dim) = query.dtype, query.shape
     if KERNEL.call is None or dtype not in decode_attention.DTYPES or key.dtype is not dtype or key_dim > MAX_KEY_DIM:
         return None
-    if query.device.type != "cpu" or query.stride(2) != 1 or key.stride(2) != 1:
+    if key.shape[::2] != (num_tokens, key_dim) or not (_has_heads_apart(query) and _has_heads_apart(key)):
         return None
     cos, sin = rotary.cos, rotary.sin
-    if not _are_alike(cos, sin) or cos.stride(1) != 1 or sin.stride(1) != 1:
+    if not _are_alike(cos, sin) or cos.shape[1] != sin.shape[1] or cos.shape[1] > key_dim or cos.shape[1] % 2:
+        return None
+    if min(len(cos), len(sin)) < num_tokens or not (cos.stride(1) == sin.stride(1) == 1):
         return None
     weights = [each for each in (rotary.q_norm_weight, rotary.k_norm_weight) if each is not None]
-    if weights and not (_are_alike(*weights) and all(each.is_contiguous() for each in weights)):
+    if weights and not (_are_alike(*weights) and all(each.shape == (key_dim,) for each in weights)):
+        return None
+    if any(not each.is_contiguous() for each in weights):
         return None
     rotated = key.new_empty(key.shape)
     arguments = (
@@ -60,16 +64,23 @@ def bind_rotation(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> Bou
         key.stride(0), key.stride(1), key.shape[1], rotated.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
         sin.stride(0), rotary.dim, cos.dtype is torch.bfloat16, _address(rotary.q_norm_weight),
         _address(rotary.k_norm_weight), bool(weights) and weights[0].dtype is torch.bfloat16,
-        rotary.norm_eps is not None, rotary.norm_eps or 0.0, rotary.norm_offset, query.shape[0], key_dim,
+        rotary.norm_eps is not None, rotary.norm_eps or 0.0, rotary.norm_offset, num_tokens, key_dim,
         torch.get_num_threads(),
     )  # fmt: skip
     return BoundRotation(arguments, rotated)
 
 
+def _has_heads_apart(rows: torch.Tensor) -> bool:
+    """Return whether each head of each row of a tensor on a CPU lies in memory of its own."""
+    places = zip(rows.shape[:2], rows.stride()[:2], strict=True)
+    is_apart = all(size <= 1 or stride >= rows.shape[2] for size, stride in places)
+    return rows.device.type == "cpu" and rows.stride(2) == 1 and is_apart and not rows.is_neg()
+
+
 def _are_alike(*tensors: torch.Tensor) -> bool:
-    """Return whether all have one dtype, which the kernel reads."""
+    """Return whether all have one dtype, which the kernel reads, and lie in memory as they are."""
     (dtype, *others) = {each.dtype for each in tensors}
-    return not others and dtype in decode_attention.DTYPES
+    return not others and dtype in decode_attention.DTYPES and not any(each.is_neg() for each in tensors)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -142,7 +142,6 @@ def test_a_prepared_launch_does_what_the_op_does(
         call, metadata = case.call(out, rotary if is_rotated else None), builder.build(case.metadata)
         if is_prepared:
             launch = backend.impl().prepare(call, case.kv_cache)
-            assert not isinstance(launch, str)
             query = case.query.clone()
             launch(metadata)
             case.query.copy_(query)

@@ -66,7 +66,7 @@ def test_without_a_compiler_torch_computes_and_the_notes_say_why(monkeypatch: py
     note = METHODS["int8"].kernels["cpu"]
     assert note.startswith("_weight_int8pack_mm for up to 16 rows (not by our C++ kernel: there is no C++ compiler)")
     (note,) = cpu_kernels_notes("cpu")
-    what = "attention of single tokens; drawing tokens; min_p, top_k and top_p; a step's inputs"
+    what = "attention of single tokens; rotary embedding; drawing tokens; min_p, top_k and top_p; a step's inputs"
     assert note == f"{what}: by torch, not by our C++ kernels: there is no C++ compiler"
     assert not cpu_kernels_notes("cuda")
 

@@ -84,6 +84,13 @@ def test_replays_give_the_bits_of_steps_without_graphs(
     assert found[0] == found[1]
 
 
+def test_a_model_with_other_weights_has_none(tmp_path: Path) -> None:
+    """A head in floats rounds its products by how many there are, padding included."""
+    config = make_config("Gemma3TextConfig", hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    explained = explain(arguments(save(random_model(config), tmp_path), **OPTIONS))
+    assert all(row.num_tokens is None for row in explained.decode)
+
+
 def test_what_is_captured_is_explained(folder: Path) -> None:
     explained = explain(arguments(folder, **OPTIONS))
     assert [(row.mode, row.num_tokens) for row in explained.decode if row.num_tokens is not None] == [
