@@ -178,8 +178,8 @@ def plan_graphs(
         strict=strict,
     )
     if capture_sizes is None and replays_kernels and graph_kind == "auto":
-        most = min(max_num_seqs, max_num_batched_tokens)
-        capture_sizes = [size for size in SIZES_ON_A_CPU if size <= most]
+        most = min(max_num_seqs, max_num_batched_tokens, SIZES_ON_A_CPU[-1])
+        capture_sizes = sorted({most, *(size for size in SIZES_ON_A_CPU if size < most)})
     sizes = tuple(capture_sizes) if capture_sizes is not None else default_capture_sizes(max_num_batched_tokens)
     if strict:
         _refuse_sizes_left_out(sizes, resolved, max_num_seqs, max_num_batched_tokens)

@@ -77,8 +77,8 @@ def test_replays_give_the_bits_of_steps_without_graphs(
                 assert llm.runner.graphs.graphs == {}
                 continue
             sizes = [each.num_tokens for each in llm.runner.graphs.descriptors(CUDAGraphMode.PIECEWISE)]
-            assert sorted(sizes) == [1, 2, 4]
-            assert counted.calls == [1] * (NUM_LAYERS - 1) * 3
+            assert sorted(sizes) == [1, 2, 4, 5]
+            assert counted.calls == [1] * (NUM_LAYERS - 1) * 4
             rows = {row.name: row.matches for row in llm.compiled.report().passes}
             assert rows["fuse-int8-rope"] == rows["fuse-int8-layers"] == NUM_LAYERS
     assert found[0] == found[1]
@@ -94,7 +94,7 @@ def test_a_model_with_other_weights_has_none(tmp_path: Path) -> None:
 def test_what_is_captured_is_explained(folder: Path) -> None:
     explained = explain(arguments(folder, **OPTIONS))
     assert [(row.mode, row.num_tokens) for row in explained.decode if row.num_tokens is not None] == [
-        (CUDAGraphMode.PIECEWISE, size) for size in (1, 2, 4)
+        (CUDAGraphMode.PIECEWISE, size) for size in (1, 2, 4, 6)
     ]
 
 

@@ -59,8 +59,8 @@ def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
         "linears     2 x model.layers.*.self_attn.q_proj + k_proj + v_proj: 64 x 32, float32, 0.0 MB, by torch's GEMM",
         *(line for line in out.splitlines() if line.endswith(" MB, by torch's GEMM") and line.startswith(" ")),
         "compiler    inductor",
-        "split ops   2 x piecegraph::attention: dispatch (sdpa plans its calls anew for each batch)",
-        "replay      PIECEWISE: 3 x graph, 2 x dispatch",
+        "split ops   2 x piecegraph::attention: launch",
+        "replay      PIECEWISE: 3 x graph, 2 x launch",
         "graphs      FULL_AND_PIECEWISE: decode PIECEWISE, other batches PIECEWISE",
         "            to capture: 0 FULL, 3 PIECEWISE",
         "decode      requests -> mode, padded to",
@@ -73,7 +73,6 @@ def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
         "                    5-8 -> NONE  (5 tokens are above the largest captured size 4 (PIECEWISE))",
         "slower      cudagraph_mode: uniform decode runs PIECEWISE instead of FULL: attention backend 'sdpa' supports "
         "NEVER and FULL decode needs UNIFORM_SINGLE_TOKEN_DECODE",
-        "            split ops: 2 x dispatch: piecegraph::attention: sdpa plans its calls anew for each batch",
         "            dispatch: other batches of 5 to 8 tokens run NONE: 5 tokens are above the largest captured size 4 "
         "(PIECEWISE)",
     ]
