@@ -103,6 +103,7 @@ def test_random_programs_compute_what_their_modules_compute() -> None:
     assert sum(checked) > 7
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("functional_pieces")
 def test_split_ops_may_return_views() -> None:
     checked = [check(draw(seed, views_between=True)) is not None for seed in range(1000, 1006)]

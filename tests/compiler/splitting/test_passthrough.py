@@ -195,6 +195,7 @@ def test_other_pieces_of_a_model_are_compiled(cache: Path) -> None:
         torch.testing.assert_close(model(*inputs), LinearDecoder(has_gain=True)(*inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"epilogue_fusion": False}])
 def test_with_inductor_options_every_piece_is_compiled(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,7 @@ class SizesCross(nn.Module):
         return halves.reshape(x.shape[0], HIDDEN)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_derived_sizes_are_computed_where_they_are_read(compiler: str) -> None:
     """Equal layers stay equal: a derived size is no input of a piece."""
     module = SizesCross()

@@ -72,7 +72,7 @@ class Scaled(torch.nn.Module):
         return result
 
 
-@pytest.mark.parametrize("keeps", [True, "pieces"])
+@pytest.mark.parametrize("keeps", [pytest.param(True, marks=pytest.mark.slow), "pieces"])
 def test_models_that_differ_in_a_scalar_share_no_artifact(keeps: bool | str, whole_cache: Path) -> None:
     """The difference may be tiny; each model computes what it computes without a cache."""
     scales = (1.5, math.nextafter(1.5, 2.0), 2.5)
