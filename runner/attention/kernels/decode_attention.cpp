@@ -1,5 +1,5 @@
 // Attention of one query of each request over a paged cache on a CPU, for the backend `sdpa`, and the norm and rotary
-// embedding of queries and keys before it.
+// embedding of queries and keys before it (at the end of the file).
 //
 // Each key and value is read once for all heads that share it, from where it lies in the cache. The keys of a request
 // are divided into parts, which threads share; a part has its own largest score, sum and values, which are added up at
@@ -301,8 +301,8 @@ void add_parts(const Shape& shape, int64_t num_parts, const float* first, int64_
 }
 
 template <class Number>
-bool attend(const Shape& shape, const Number* query, int64_t query_stride, const Number* keys, const Number* values, const int64_t* slots,
-            const int32_t* num_keys, Number* out, float scale, int num_threads) {
+bool attend(const Shape& shape, const Number* query, int64_t query_stride, const Number* keys, const Number* values,
+            const int64_t* slots, const int32_t* num_keys, Number* out, float scale, int num_threads) {
     static thread_local Scratch kept;
     const int64_t step = shape.results_of_part(), max_parts = shape.max_parts();
     const int64_t num_heads = shape.num_reqs * shape.num_kv_heads;
@@ -326,9 +326,10 @@ bool attend(const Shape& shape, const Number* query, int64_t query_stride, const
             has_memory = false;
             continue;
         }
-        attend_part(shape, query + request * query_stride + kv_head * shape.group * shape.key_dim, keys + kv_head * shape.key_dim,
-                    values + kv_head * shape.value_stride, slots + request * shape.max_keys + first, count, of_task,
-                    scale, work, results + (at * max_parts + part) * step, max_parts * step);
+        attend_part(shape, query + request * query_stride + kv_head * shape.group * shape.key_dim,
+                    keys + kv_head * shape.key_dim, values + kv_head * shape.value_stride,
+                    slots + request * shape.max_keys + first, count, of_task, scale, work,
+                    results + (at * max_parts + part) * step, max_parts * step);
     }
     if (!has_memory) return false;
     for (int64_t at = 0; at < num_heads; ++at) {
@@ -349,9 +350,9 @@ void write_rows(const Number* rows, int64_t stride, const int64_t* slots, int64_
 }
 
 template <class Number>
-int step(const void* query, int64_t query_stride, const void* key, int64_t key_stride, const void* value, int64_t value_row_stride,
-         const int64_t* write_slots, void* keys, void* values, const int64_t* slots, const int32_t* num_keys, void* out,
-         const Shape& shape, float scale, int num_threads) {
+int step(const void* query, int64_t query_stride, const void* key, int64_t key_stride, const void* value,
+         int64_t value_row_stride, const int64_t* write_slots, void* keys, void* values, const int64_t* slots,
+         const int32_t* num_keys, void* out, const Shape& shape, float scale, int num_threads) {
     auto* cached_keys = static_cast<Number*>(keys);
     auto* cached_values = static_cast<Number*>(values);
     if (key != nullptr)
@@ -360,8 +361,8 @@ int step(const void* query, int64_t query_stride, const void* key, int64_t key_s
     if (value != nullptr)
         write_rows(static_cast<const Number*>(value), value_row_stride, write_slots, shape.num_reqs,
                    shape.num_kv_heads * shape.value_dim, cached_values);
-    const bool is_done = attend(shape, static_cast<const Number*>(query), query_stride, cached_keys, cached_values, slots,
-                                num_keys, static_cast<Number*>(out), scale, num_threads);
+    const bool is_done = attend(shape, static_cast<const Number*>(query), query_stride, cached_keys, cached_values,
+                                slots, num_keys, static_cast<Number*>(out), scale, num_threads);
     return is_done ? 0 : 1;
 }
 
@@ -468,9 +469,9 @@ extern "C" {
 // One query of each request, float32 or bfloat16. First `key` and `value` [num_reqs, num_kv_heads, key_dim or
 // value_dim], rows `key_stride` and `value_row_stride` numbers apart, are written to `write_slots` of the cache; null:
 // nothing is. Rows of query, [num_reqs, num_kv_heads * group, key_dim], are `query_stride` numbers apart. All else is
-// contiguous: keys [num_slots, num_kv_heads, key_dim], values [num_slots, num_kv_heads, value_stride], of which the first value_dim numbers count, slots
-// [num_reqs, max_keys], of which the first num_keys[request] >= 1 count, out [num_reqs, num_kv_heads * group,
-// value_dim]. `value_dim` is at most 1,024. Returns 0, or 1 where memory has run out.
+// contiguous: keys [num_slots, num_kv_heads, key_dim], values [num_slots, num_kv_heads, value_stride], of which the
+// first value_dim numbers count, slots [num_reqs, max_keys], of which the first num_keys[request] >= 1 count, out
+// [num_reqs, num_kv_heads * group, value_dim]. `value_dim` is at most 1,024. Returns 0, or 1 where memory has run out.
 int piecegraph_decode_attention(int is_bfloat16, const void* query, int64_t query_stride, const void* key,
                                 int64_t key_stride, const void* value, int64_t value_row_stride,
                                 const int64_t* write_slots, void* keys, void* values, const int64_t* slots,

@@ -30,7 +30,12 @@ class BoundAttention(NamedTuple):
     sizes: tuple[Any, ...]
 
     def run(self, write_slots: torch.Tensor, slots: torch.Tensor, num_keys: torch.Tensor) -> None:
-        """Run the first rows, as many as `num_keys` has. Raises `MemoryError`."""
+        """Write keys and values to the cache, and then the attention of each query to `out`.
+
+        `write_slots` `[num_reqs]` and `slots` `[num_reqs, max_keys]` are int64 and contiguous. `num_keys` `[num_reqs]`
+        int32, 1 or more, says how many of its slots a request has. Only the first `num_reqs` rows are read and written.
+        Sums are in float32; the numbers of a request depend on no other one. Raises `MemoryError`.
+        """
         assert write_slots.dtype is slots.dtype is torch.int64 and num_keys.dtype is torch.int32, "as the kernel reads"
         num_reqs, max_keys = slots.shape
         failed = KERNEL.run(
@@ -78,30 +83,6 @@ def bind_attention(
             torch.get_num_threads(),
         ),
     )  # fmt: skip
-
-
-def decode_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor | None,
-    write_slots: torch.Tensor,  # [num_reqs] int64
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,  # [num_reqs, max_keys] int64, contiguous
-    num_keys: torch.Tensor,  # [num_reqs] int32, 1 or more: how many of its slots a request has
-    out: torch.Tensor,
-    scale: float,
-) -> bool:
-    """Write keys and values to the cache and the attention of each query to `out`, unless the kernel cannot.
-
-    Return whether it did. The tensors are those of `bind_attention`, of which the first `num_reqs` rows are read and
-    written. Sums are in float32; the numbers of a request depend on no other one.
-    """
-    bound = bind_attention(query, key, value, keys, values, out, scale)
-    if bound is None:
-        return False
-    bound.run(write_slots, slots, num_keys)
-    return True
 
 
 def _has_dense_rows(rows: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.runner.attention.kernels.decode_attention import KERNEL, MAX_VALUE_DIM, decode_attention
+from piecegraph.runner.attention.kernels.decode_attention import KERNEL, MAX_VALUE_DIM, BoundAttention, bind_attention
 from tests.cpp_kernels import needs_cpp_compiler, use_kernel
 
 pytestmark = needs_cpp_compiler
@@ -46,9 +46,13 @@ class Step:
 
     def run(self, **changes: Any) -> torch.Tensor:
         changed = replace(self, **changes)
-        values = {name: getattr(changed, name) for name in Step.__dataclass_fields__}
-        assert decode_attention(**values, scale=0.3)
+        bound = changed.bound()
+        assert bound is not None
+        bound.run(changed.write_slots, changed.slots, changed.num_keys)
         return changed.out
+
+    def bound(self) -> BoundAttention | None:
+        return bind_attention(self.query, self.key, self.value, self.keys, self.values, self.out, 0.3)
 
     def wanted(self) -> torch.Tensor:
         """The attention in float64, after the rows are in the cache."""
@@ -116,6 +120,13 @@ def test_vectors_may_be_narrower(narrower: str, monkeypatch: pytest.MonkeyPatch)
         made = step([70, 3, 200], heads=heads, dims=dims, dtype=dtype)
         wanted, bound = made.wanted(), 1e-5 if dtype is torch.float32 else 2**-7
         torch.testing.assert_close(made.run().double(), wanted, atol=bound, rtol=bound)
+
+
+def test_queries_may_be_part_of_a_projection() -> None:
+    made = step([5, 70, 3], heads=(6, 2))
+    whole = torch.randn(3, 8, 16)
+    apart = replace(made, query=whole[:, :6], key=whole[:, 6:])
+    torch.testing.assert_close(apart.run().double(), apart.wanted(), atol=1e-5, rtol=1e-5)
 
 
 def test_values_may_be_part_of_keys() -> None:
@@ -188,10 +199,9 @@ def test_scores_of_any_size_do_not_overflow() -> None:
 
 def test_what_it_does_not_take_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     made = step([20])
-    dense = {name: getattr(made, name) for name in Step.__dataclass_fields__}
     keys, key = made.keys.clone(), made.key
-    others = (
-        {name: dense[name].double() for name in ("query", "key", "value", "keys", "values", "out")},
+    others: tuple[dict[str, Any], ...] = (
+        {name: getattr(made, name).double() for name in ("query", "key", "value", "keys", "values", "out")},
         {"keys": made.keys.to(torch.float8_e4m3fn)},
         {"keys": torch.zeros(*made.keys.shape[:3], 32)[..., ::2]},
         {"key": torch.zeros(1, 2, 32)[..., ::2]},
@@ -200,7 +210,7 @@ def test_what_it_does_not_take_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch)
         {"out": torch.zeros(1, 6, MAX_VALUE_DIM + 1)},
     )
     for changes in others:
-        assert not decode_attention(**{**dense, **changes}, scale=1.0)
+        assert replace(made, **changes).bound() is None
     monkeypatch.setattr(KERNEL, "call", None)
-    assert not decode_attention(**dense, scale=1.0)
+    assert made.bound() is None
     assert torch.equal(made.keys, keys) and key is made.key and made.out.isnan().all()
