@@ -131,8 +131,9 @@ class EngineConfig:
     """The token counts for which pieces that become faster are compiled with static shapes. None: those of
     `config_on_device.static_sizes`."""
     graph_kind: str = "auto"
-    """The kind of graph: "cuda"; "recorded", which follows the same rules without a GPU and without the speed; or
-    "auto", which is "cuda" on a GPU and no graphs on a CPU."""
+    """The kind of graph: "cuda"; "recorded", which follows the same rules without a GPU, and is faster where pieces do
+    nothing but call our C++ kernels; or "auto", which is "cuda" on a GPU. On a CPU "auto" is "recorded" for small
+    batches where all weights are int8 (docs/quantization.md), and no graphs otherwise."""
     measure_graphs: bool = False
     """Whether a start measures graphs of up to 512 tokens, so that each batch runs under what takes the least time
     instead of the smallest graph that holds it. Two starts may pad differently then."""

@@ -219,7 +219,7 @@ LLM_FLAGS = (
         name="graph_kind",
         type=click.Choice(["auto", "cuda", "recorded"]),
         default="auto",
-        help="recorded: the rules of graphs without a GPU, and without the speed.",
+        help="recorded: the rules of graphs without a GPU; without the speed, unless all weights are int8.",
     ),
     Flag(
         name="measure_graphs",
