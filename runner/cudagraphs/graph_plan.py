@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,11 +35,21 @@ class GraphPlan:
     resolved: ResolvedMode
     full: tuple[BatchDescriptor, ...]
     piecewise: tuple[BatchDescriptor, ...]
+    is_for_fused_layers: bool = False  # graphs pay only if `fuse-int8-layers` takes the layers: see `after_passes`
 
     @property
     def has_graphs(self) -> bool:
         """Return whether any graph is captured."""
         return bool(self.full or self.piecewise)
+
+
+def after_passes(plan: GraphPlan, matches: Mapping[str, int], num_layers: int) -> GraphPlan:
+    """Return the plan once it is known how many `matches` each pass has, in a model with so many calls of attention."""
+    if not plan.is_for_fused_layers or 0 < matches.get("fuse-int8-layers", 0) >= num_layers - 1:
+        return plan
+    reason = "NONE runs: there is no GPU, where graphs pay, and fuse-int8-layers takes not all layers"
+    none = CUDAGraphMode.NONE
+    return GraphPlan(resolved=ResolvedMode(decode_mode=none, mixed_mode=none, reasons=(reason,)), full=(), piecewise=())
 
 
 def plan_for(
@@ -202,6 +212,7 @@ def plan_graphs(
         resolved=resolved,
         full=full,
         piecewise=piecewise_descriptors(sizes) if CUDAGraphMode.PIECEWISE in modes else (),
+        is_for_fused_layers=replays_kernels and graph_kind == "auto",
     )
 
 

@@ -48,7 +48,7 @@ def resolve_cudagraph_mode(
         decode = mixed = NONE
         reasons.append(
             "NONE runs: there is no GPU, where graphs pay; on a CPU they pay where all weights are int8, for one rank "
-            "and without adapters; graph_kind='recorded' applies their rules"
+            "without adapters; graph_kind='recorded' applies their rules"
         )
     needed = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -35,7 +35,7 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
-from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, num_first_draft_tokens, plan_for
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, after_passes, num_first_draft_tokens, plan_for
 from piecegraph.runner.cudagraphs.measured_dispatcher import CostChoice, MeasuredDispatcher
 from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
@@ -448,6 +448,7 @@ def _trace(
         ) as compiled,
     ):
         ((fitted, layers, with_states, choice, graph_plan),) = decided
+        graph_plan = after_passes(graph_plan, {row.name: row.matches for row in compiled.report().passes}, len(layers))
         plan, unique = compiled.plan, compiled.unique_pieces
         schemes = loaded.quantisation.methods if loaded.quantisation is not None else {}
         linears = linear_rows(plan, unique, compiled.bound, loaded.model, schemes, device.type)

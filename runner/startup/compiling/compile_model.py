@@ -17,7 +17,7 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.select import BackendChoice
 from piecegraph.runner.common.config_on_device import options_on
 from piecegraph.runner.common.engine_config import EngineConfig
-from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, after_passes
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import KVCacheLayout
 from piecegraph.runner.models.load import LoadedModel
@@ -122,6 +122,6 @@ def compile_model(
         state_layers=last.state_layers,
         layout=last.layout,
         attention=last.attention,
-        plan=last.plan,
+        plan=after_passes(last.plan, {row.name: row.matches for row in compiled.report().passes}, len(last.layers)),
         needs_host_batch=needs_host_batches(last.attention.backend, last.state_layers, device),
     )

@@ -26,7 +26,7 @@ def _attention_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attention_of(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     q, k, v = heads(y[..., :32]), heads(y[..., 32:48]), heads(y[..., 48:])
-    return attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
+    return F.silu(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
 
 
 def of_int8(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -66,6 +66,16 @@ def test_other_queries_are_no_sites() -> None:
     assert attention_calls(graph) == ["rope_attention", "attention"]
 
 
+def test_a_graph_without_silu_has_no_sites() -> None:
+    def with_gelu(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        y = INT8_LINEAR(x, weight, scale, None)
+        q, k, v = heads(y[..., :32]), heads(y[..., 32:48]), heads(y[..., 48:])
+        return F.gelu(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
+
+    graph = graph_of(with_gelu, X, COS, SIN, INTEGERS, SCALE)
+    assert FuseInt8Rope().apply(graph, context(graph)).matches == 0 and attention_calls(graph) == ["attention"]
+
+
 def test_what_is_left_over_the_general_pass_takes() -> None:
     graph = graph_of(of_both, X, COS, SIN, INTEGERS, SCALE, FLOATS)
     assert FuseRopeKVWrite().apply(graph, context(graph)).matches == 2
@@ -76,7 +86,7 @@ def test_a_site_that_does_not_match_is_a_miss() -> None:
     def another_sine(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         y = INT8_LINEAR(x, weight, scale, None)
         q, k, v = heads(y[..., :32]), heads(y[..., 32:48]), heads(y[..., 48:])
-        return attend(rotated(q, cos, sin), rotated(k, cos, cos), v)
+        return F.silu(attend(rotated(q, cos, sin), rotated(k, cos, cos), v))
 
     graph = graph_of(another_sine, X, COS, SIN, INTEGERS, SCALE)
     result = FuseInt8Rope().apply(graph, context(graph))

@@ -84,11 +84,19 @@ def test_replays_give_the_bits_of_steps_without_graphs(
     assert found[0] == found[1]
 
 
-def test_a_model_with_other_weights_has_none(tmp_path: Path) -> None:
-    """A head in floats rounds its products by how many there are, padding included."""
-    config = make_config("Gemma3TextConfig", hidden_size=64, intermediate_size=128, num_hidden_layers=1)
-    explained = explain(arguments(save(random_model(config), tmp_path), **OPTIONS))
-    assert all(row.num_tokens is None for row in explained.decode)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("Gemma3TextConfig", "on a CPU they pay where all weights are int8"),
+        ("Olmo2Config", "fuse-int8-layers takes not all layers"),
+    ],
+)
+def test_models_that_compute_otherwise_have_none(config: str, reason: str, tmp_path: Path) -> None:
+    """A head in floats rounds its products by how many there are; other layers are left to Inductor."""
+    model = random_model(make_config(config, hidden_size=64, intermediate_size=128, num_hidden_layers=2))
+    explained = explain(arguments(save(model, tmp_path), **OPTIONS))
+    assert all(row.num_tokens is None for row in explained.decode) and explained.num_piecewise == 0
+    assert any(reason in path for path in explained.slower_paths)
 
 
 def test_what_is_captured_is_explained(folder: Path) -> None:
