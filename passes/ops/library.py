@@ -16,7 +16,7 @@ from piecegraph.passes.ops.op_types import OpOverload
 _library = torch.library.Library("piecegraph", "FRAGMENT")
 
 RECORDABLE: dict[OpOverload, Callable[..., Any]] = {}
-"""What the ops run that a recorder on a CPU may look into (`is_recordable`). Filled at import."""
+"""The implementations of the ops that a recorder on a CPU may look into (`is_recordable`), filled at import."""
 
 
 def define_op(

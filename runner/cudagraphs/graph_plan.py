@@ -47,7 +47,7 @@ def after_passes(plan: GraphPlan, matches: Mapping[str, int], num_layers: int) -
     """Return the plan once it is known how many `matches` each pass has, in a model with so many calls of attention."""
     if not plan.is_for_fused_layers or 0 < matches.get("fuse-int8-layers", 0) >= num_layers - 1:
         return plan
-    reason = "NONE runs: there is no GPU, where graphs pay, and fuse-int8-layers takes not all layers"
+    reason = "NONE runs: there is no GPU, where graphs pay, and the pass fuse-int8-layers does not match every layer"
     none = CUDAGraphMode.NONE
     return GraphPlan(resolved=ResolvedMode(decode_mode=none, mixed_mode=none, reasons=(reason,)), full=(), piecewise=())
 

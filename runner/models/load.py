@@ -74,7 +74,7 @@ class LoadedModel:
 
     @property
     def has_only_int8_weights(self) -> bool:
-        """Whether every weight of two dims is int8 with a scale for each output channel, and there are no experts."""
+        """True if every weight of two dims is int8 with a scale for each output channel, and there are no experts."""
         summary = self.quantisation
         if summary is None or summary.left or summary.experts:
             return False

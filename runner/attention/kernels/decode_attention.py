@@ -55,10 +55,10 @@ def bind_attention(
     out: torch.Tensor,  # [num_rows, num_q_heads, value_dim]; written
     scale: float,
 ) -> BoundAttention | None:
-    """Return the kernel's arguments for these tensors, or None where it does not compute, or nobody does.
+    """Return the kernel's arguments for these tensors, or None where it is not loaded or does not read such tensors.
 
     All floats need one of `DTYPES`, `out` and the cache contiguous memory, and rows of `query`, `key` and `value`
-    contiguous heads. The result does not keep the tensors' memory.
+    contiguous heads. The caller keeps the tensors alive.
     """
     dtype, value_dim = query.dtype, out.shape[2]
     if KERNEL.call is None or dtype not in DTYPES or value_dim > MAX_VALUE_DIM or query.device.type != "cpu":

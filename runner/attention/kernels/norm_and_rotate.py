@@ -39,9 +39,9 @@ class BoundRotation(NamedTuple):
 def bind_rotation(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> BoundRotation | None:
     """Return the kernel's arguments for `query` and `key`, `[num_tokens, heads, key_dim]`, or None.
 
-    It is None for what the kernel does not compute, or nobody does. Query and key need one of
-    `decode_attention.DTYPES`, the tables another or the same, and so the norm's weights. Numbers are computed in
-    float32 and rounded once, by the rules of `Rotary`. The result does not keep the memory of the given tensors.
+    It is None where the kernel is not loaded, or does not read such tensors. Query and key have the same one of
+    `decode_attention.DTYPES`; the two tables, and the two weights of the norm, have one of them each. Numbers are
+    computed in float32 and rounded once, by the rules of `Rotary`. The caller keeps the given tensors alive.
     """
     dtype, (num_tokens, _, key_dim) = query.dtype, query.shape
     if KERNEL.call is None or dtype not in decode_attention.DTYPES or key.dtype is not dtype or key_dim > MAX_KEY_DIM:

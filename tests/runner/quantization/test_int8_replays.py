@@ -88,7 +88,7 @@ def test_replays_give_the_bits_of_steps_without_graphs(
     ("config", "reason"),
     [
         ("Gemma3TextConfig", "on a CPU they pay where all weights are int8"),
-        ("Olmo2Config", "fuse-int8-layers takes not all layers"),
+        ("Olmo2Config", "the pass fuse-int8-layers does not match every layer"),
     ],
 )
 def test_models_that_compute_otherwise_have_none(config: str, reason: str, tmp_path: Path) -> None:

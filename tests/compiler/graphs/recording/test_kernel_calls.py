@@ -102,7 +102,7 @@ def test_a_function_that_computes_anything_else_is_none(name: str) -> None:
 
 
 def test_an_op_that_torch_computes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ours do where there is no C++ compiler, and for shapes that a kernel does not take."""
+    """Torch computes our ops where there is no C++ compiler, and for shapes that a kernel does not take."""
     monkeypatch.setattr(KERNEL, "call", None)
     assert record_calls(lambda: (TWICE(X),)) is None
 

@@ -64,7 +64,7 @@ def test_no_rows_are_none() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_and_heads_may_lie_anywhere(dtype: torch.dtype) -> None:
-    """As parts of one projection, and with heads before tokens; what lies between them stays."""
+    """They may be parts of one projection, or have heads before tokens; what lies between them stays."""
     whole = rows(5, 10, 16, dtype)
     rotary, before = make_rotary(5, 16, dtype=dtype), whole.clone()
     check(whole[:, :6], whole[:, 6:8], rotary)
