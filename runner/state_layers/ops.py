@@ -57,6 +57,7 @@ class Scan:
     recur: Recur | None
     ragged: RaggedRecur | None = None  # by a library; None: there is none, or no recurrence
     convolve_rows: ConvolveRows | None = None  # of segments by a kernel; None: by `convolve`, one after the other
+    parts: Sequence[int] = ()  # the channels of each input that `ragged` takes in place of the first; empty: one input
 
     @property
     def runs_segments(self) -> bool:
@@ -86,21 +87,22 @@ class Scan:
         """
         first, *others = inputs
         windows: States = ()
+        convolved: Sequence[torch.Tensor]
         if self.convolve is None:
-            x = rows.of(first)
+            convolved = (rows.of(first),)
         else:
-            x, window = self._convolve_segments(first, states[0], rows)
+            convolved, window = self._convolve_segments(first, states[0], rows)
             windows = (window,)
         if self.recur is None:
-            return x, windows
+            return convolved[0], windows
         assert self.ragged is not None
-        picked = [rows.of(each).unsqueeze(0) for each in others]
-        result, state = self.ragged((x.unsqueeze(0), *picked), states[len(windows)], rows)
+        picked = [each.unsqueeze(0) for each in (*convolved, *map(rows.of, others))]
+        result, state = self.ragged(picked, states[len(windows)], rows)
         return result[0], (*windows, state)
 
     def _convolve_segments(
         self, x: torch.Tensor, windows: torch.Tensor, rows: RaggedRows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
         if self.convolve_rows is not None:
             return self.convolve_rows(x, windows, rows)
         assert self.convolve is not None
@@ -108,7 +110,9 @@ class Scan:
             self.convolve(x[start:end].unsqueeze(0), windows[number : number + 1])
             for number, (start, end) in enumerate(rows.ranges)
         ]
-        return torch.cat([out[0] for out, _ in found]), torch.cat([window for _, window in found])
+        out = torch.cat([each[0] for each, _ in found])
+        convolved = out.split(list(self.parts), dim=1) if self.parts else (out,)
+        return convolved, torch.cat([window for _, window in found])
 
 
 def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, scan: Scan) -> None:
@@ -198,15 +202,17 @@ def _linear_attention(
         return
     num_v_heads, head_v_dim = out.shape[1:]
     key_size = num_k_heads * head_k_dim
+    parts = (key_size, key_size, num_v_heads * head_v_dim)
 
-    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = x.split([key_size, key_size, num_v_heads * head_v_dim], dim=-1)
+    def by_heads(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key = (each.unflatten(-1, (num_k_heads, head_k_dim)) for each in (query, key))
         return query, key, value.unflatten(-1, (num_v_heads, head_v_dim))
 
     def recur(inputs: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, decay, beta = inputs
-        query, key, value = split(x)
+        query, key, value = by_heads(*x.split(parts, dim=-1))
         if num_v_heads > num_k_heads:
             query, key = (each.repeat_interleave(num_v_heads // num_k_heads, dim=2) for each in (query, key))
         return gated_delta_rule(query, key, value, decay, beta, state, scale)
@@ -214,14 +220,15 @@ def _linear_attention(
     def ragged(
         inputs: Sequence[torch.Tensor], states: torch.Tensor, rows: RaggedRows
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, decay, beta = inputs
+        *convolved, decay, beta = inputs
         assert isinstance(library_call, FlashLinearAttention)
-        return library_call.gated_delta_rule(*split(x), decay, beta, states, scale, rows)
+        return library_call.gated_delta_rule(*by_heads(*convolved), decay, beta, states, scale, rows)
 
     library_call = _library_call(layer)
     convolve = partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
-    rows = convolution_of_rows(mixed, conv_weight, conv_bias, "silu")
-    run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, None if library_call is None else ragged, rows))
+    rows = convolution_of_rows(mixed, conv_weight, conv_bias, "silu", parts)
+    by_library = None if library_call is None else ragged
+    run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, by_library, rows, parts))
     _ran(by_kernels, decode_kernels.leading_decodes(layer))
 
 

@@ -40,17 +40,18 @@ def moe_grouped(
     sizes = {"HIDDEN": hidden, "SIZE": size}
     launch_product(
         _gate_up,
-        (num_blocks, triton.cdiv(size, config.gate_up.block_n), 1),
+        (num_blocks * triton.cdiv(size, config.gate_up.block_n), 1, 1),
         (x, *routed, gate_up, inner, num_pairs),
         gate_up,
         {"TOP_K": top_k, **sizes, "ACTIVATION": activation, "BLOCK_M": config.block_m},
         config.gate_up,
         x_stride=x.stride(0),
     )
-    results = torch.empty(num_pairs, hidden, dtype=torch.float32, device=x.device)
+    dtype = x.dtype if config.rounds_results else torch.float32
+    results = torch.empty(num_pairs, hidden, dtype=dtype, device=x.device)
     launch_product(
         _down,
-        (num_blocks, triton.cdiv(hidden, config.down.block_n), 1),
+        (num_blocks * triton.cdiv(hidden, config.down.block_n), 1, 1),
         (inner, *routed, topk_weights, down, results, num_pairs),
         down,
         {**sizes, "BLOCK_M": config.block_m},
@@ -62,10 +63,10 @@ def moe_grouped(
 def sum_over_choices(
     results: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return for each token the sum of its rows of `results`, `[num_tokens * top_k, hidden]` float32, in `dtype`.
+    """Return for each token the sum of its rows of `results`, `[num_tokens * top_k, hidden]`, in `dtype`.
 
-    `topk_ids`, `[num_tokens, top_k]` and contiguous, say which expert a row is of; rows of other experts than the
-    `num_experts` here are not read and count as 0.
+    Sums are made in float32. `topk_ids`, `[num_tokens, top_k]` and contiguous, say which expert a row is of; rows of
+    other experts than the `num_experts` here are not read and count as 0.
     """
     (num_pairs, hidden), top_k = results.shape, topk_ids.shape[1]
     out = results.new_empty((num_pairs // top_k, hidden), dtype=dtype)
@@ -103,9 +104,13 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows, blocks of SIZE). Blocks of one expert are neighbours and share its weights in L2."""
-    block = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid: (blocks of rows * blocks of SIZE,), of which those of the same rows follow one another.
+
+    So they share their rows in L2, and blocks of one expert, which are near each other, its weights.
+    """
+    WIDTH: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // WIDTH
+    column = tl.program_id(0) % WIDTH * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     if OVERLAP:
         gdc_wait()
@@ -143,7 +148,7 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     block_expert,  # see Routed
     topk_weights,  # [num_pairs] floats
     down,  # [num_experts, HIDDEN, SIZE]
-    results,  # [num_pairs, HIDDEN] float32, written
+    results,  # [num_pairs, HIDDEN], written
     num_pairs,
     EXPERT_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
@@ -156,9 +161,10 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows, blocks of HIDDEN)."""
-    block = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid: (blocks of rows * blocks of HIDDEN,), of which those of the same rows follow one another."""
+    WIDTH: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // WIDTH
+    column = tl.program_id(0) % WIDTH * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     if OVERLAP:
         gdc_wait()
@@ -186,7 +192,7 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
 @own_kernel
 @triton.jit
 def sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
-    results,  # [num_tokens, TOP_K, HIDDEN] float32
+    results,  # [num_tokens, TOP_K, HIDDEN]
     topk_ids,  # [num_tokens, TOP_K] integers
     out,  # [num_tokens, HIDDEN], written
     NUM_EXPERTS: tl.constexpr,
@@ -206,7 +212,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         pair = token * TOP_K + choice
         expert = tl.load(topk_ids + pair)
         is_read = column < tl.where((expert >= 0) & (expert < NUM_EXPERTS), HIDDEN, 0)
-        total += tl.load(results + pair * HIDDEN + column, mask=is_read, other=0.0)
+        total += tl.load(results + pair * HIDDEN + column, mask=is_read, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 

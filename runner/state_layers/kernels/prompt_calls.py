@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 import triton
 
@@ -10,7 +13,19 @@ from piecegraph.runner.state_layers.kernels.conv_prompt import conv_prompt_kerne
 from piecegraph.runner.state_layers.libraries.segments import CHUNK_SIZE, RaggedRows
 
 BLOCK_CHANNELS = 64
-"""The channels of a program, which holds as many results as its chunk has tokens for each: 32 a thread of 4 warps."""
+"""The most channels of a program."""
+
+TOKENS = 32
+"""The tokens of a program, which holds 32 results a thread of 2 warps: 8,192 channels of 8,192 tokens took 172 us on an
+H200, and 264 with 64 tokens and 4 warps."""
+
+
+def written_parts(channels: Sequence[int]) -> bool:
+    """Return whether `conv_prompt` can write such numbers of channels as tensors of their own: three, in whole blocks.
+
+    There are blocks of 16 channels at least.
+    """
+    return len(channels) == 3 and all(count % 16 == 0 for count in channels)
 
 
 def conv_prompt(
@@ -18,18 +33,22 @@ def conv_prompt(
     weight: torch.Tensor,  # [channels, kernel_size]
     bias: torch.Tensor | None,
     windows: torch.Tensor,  # [num_segments, channels, kernel_size - 1], contiguous
-    out: torch.Tensor,  # [num_rows, channels], contiguous, written
+    out: torch.Tensor,  # [num_rows, channels], contiguous, written; with `parts` the memory of a tensor for each
     after: torch.Tensor,  # as `windows`, written; no part of them
     rows: RaggedRows,
     *,
     is_silu: bool,
+    parts: Sequence[int] = (),  # channels, of which `written_parts` is true
 ) -> StepKernel:
     """Return the launch of a convolution of the batch's rows of `x`; see `causal_conv`."""
     channels, kernel_size = weight.shape
     block_c = max(16, min(BLOCK_CHANNELS, triton.next_power_of_2(channels)))
+    while any(count % block_c for count in parts):
+        block_c //= 2
+    first_end, second_end = tuple(accumulate(parts))[:2] if parts else (0, 0)
     return StepKernel(
         conv_prompt_kernel,
-        (rows.chunk_indices.shape[0], triton.cdiv(channels, block_c)),
+        (rows.chunk_indices.shape[0], triton.cdiv(channels, block_c), CHUNK_SIZE // TOKENS),
         {
             "x": x,
             "weight": weight,
@@ -40,13 +59,17 @@ def conv_prompt(
             "rows": rows.rows,
             "cu_seqlens": rows.cu_seqlens,
             "chunks": rows.chunk_indices,
+            "num_rows": out.shape[0],
             "channels": channels,
             "x_stride": row_stride(x),
             "weight_stride": weight.stride(0),
+            "FIRST_END": first_end,
+            "SECOND_END": second_end,
             "KERNEL_SIZE": kernel_size,
             "CHUNK_SIZE": CHUNK_SIZE,
+            "TOKENS": TOKENS,
             "BLOCK_C": block_c,
             "IS_SILU": is_silu,
         },
-        {"num_warps": 4},
+        {"num_warps": 2},
     )

@@ -33,9 +33,14 @@ def check(
     dtype: torch.dtype = torch.float32,
     is_part: bool = False,
     segments: Sequence[tuple[int, int]] = SEGMENTS,
+    parts: Sequence[int] = (),
+    are_views: bool = False,
     device: torch.device = CPU,
 ) -> None:
-    """`is_part`: the rows of `x` lie in wider ones. The reference computes in float32 on the CPU."""
+    """`is_part`: the rows of `x` lie in wider ones; `are_views`: parts are those of one tensor.
+
+    The reference computes in float32 on the CPU.
+    """
     torch.manual_seed(0)
     x = torch.randn(220, channels + 20 * is_part).to(device, dtype)[:, 10 * is_part :][:, :channels]
     weight = torch.randn(channels, kernel_size).to(device, dtype)
@@ -45,9 +50,12 @@ def check(
     rows = ragged_rows([Segment(start, end, -1, -1) for start, end in segments], device)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(prompt_kernels, "runs_kernels", lambda x: True)
-        convolve = prompt_kernels.convolution_of_rows(x, weight, bias, activation)
+        convolve = prompt_kernels.convolution_of_rows(x, weight, bias, activation, parts)
     assert convolve is not None
-    out, after = convolve(x, windows, rows)
+    found, after = convolve(x, windows, rows)
+    assert [each.shape[1] for each in found] == list(parts or (channels,))
+    assert any(each.is_contiguous() for each in found) != are_views
+    out = torch.cat(list(found), dim=1)
     assert torch.equal(windows, before) and out.dtype == after.dtype == dtype
     of_weight, of_bias = weight.cpu().float(), None if bias is None else bias.cpu().float()
     first = 0
@@ -96,6 +104,10 @@ CASES: dict[str, Callable[[], None]] = {
     "window of one": partial(check, kernel_size=2, channels=3),
     "wide window": partial(check, kernel_size=6, segments=[(0, 2), (2, 66), (66, 133)]),
     "one short segment": partial(check, segments=[(7, 9)]),
+    "a tensor for each part": partial(check, channels=160, parts=(64, 64, 32)),
+    "parts of blocks of 16": partial(check, channels=112, parts=(48, 16, 48), dtype=torch.bfloat16),
+    "views of parts": partial(check, channels=70, parts=(20, 20, 30), are_views=True),
+    "two parts": partial(check, channels=64, parts=(32, 32), are_views=True),
     "short convolution": partial(check_op, "short_conv", partial(short_conv, activation="silu")),
     "gated delta net": partial(check_op, "linear_attention", linear_attention, FLA),
     "mamba-2": partial(check_op, "mamba_mixer", mamba_mixer, MAMBA),
