@@ -17,8 +17,8 @@ SMALL_WEIGHT_BYTES = 16 * 2**20
 """The most bytes of a weight that all multiprocessors read in one wave of programs (4 TB/s, 132 multiprocessors)."""
 
 MIDDLE_WEIGHT_BYTES = 64 * 2**20
-"""The most bytes of a weight for which a linear of few rows is streamed in one wave of programs. The library reads
-larger weights just as fast."""
+"""The most bytes of a weight for which a linear of few rows is streamed in one wave of programs, whatever the length of
+its tiles. The library reads larger weights as fast as short tiles do."""
 
 MAX_NORM_SIZE = 16384
 """The most numbers in a row that is normed: a longer row does not fit in the registers of the kernel's program."""

@@ -31,6 +31,19 @@ LONE_ROW_BYTES = 48 * 2**20
 """The least bytes of a weight for which one row is streamed where no norm is the preceding kernel. Behind attention, an
 output projection of 32 MiB took 10 us longer for it, and a down projection of 56 MiB 7 us less (H100)."""
 
+LONG_ROW = 3584
+"""The least numbers of a row of an ungated weight whose tiles are twice as long.
+
+The kernel asks L2 for a tile of `x` in each turn of its loop, one tile ahead, so a row of many tiles waits for L2
+rather than for memory: `down` of half of Llama-8B took 20 us in tiles of 256 numbers, and 16 in tiles of 512 (H200).
+"""
+
+LONG_TILE = 512
+"""The numbers of a row in a long tile; three of them fill a multiprocessor's shared memory."""
+
+JOINED_COLUMNS = 32
+"""The columns of a program that has both halves of a gated weight in one tile."""
+
 LONGEST_NORMED = 5120
 """The most numbers of one row that each program of a linear norms by itself.
 
@@ -81,15 +94,17 @@ def streamed_config(
     """Return the layout for `[num_rows, size] @ [num_columns, size].T`, or None.
 
     None means that another kernel, or the library, is at least as fast in a model's graph. With `is_gated` the weight
-    has twice as many columns. One row is streamed if it is longer than `LONGEST_NORMED` and the weight gated, or if the
-    weight is not gated, and not small behind a norm (`is_normed`) or of `LONE_ROW_BYTES` elsewhere.
+    has twice as many columns. One row is streamed if its weight is not small behind a norm (`is_normed`), or of
+    `LONE_ROW_BYTES` elsewhere; if the weight is gated, that holds for rows longer than `LONGEST_NORMED` and for
+    programs that run at once.
     """
     if itemsize != 2 or not gpu.can_overlap or num_rows == 0:
         return None
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
     if num_rows == 1:
-        least_bytes = SMALL_WEIGHT_BYTES if is_normed else LONE_ROW_BYTES
-        if size <= LONGEST_NORMED if is_gated else weight_bytes <= least_bytes:
+        if weight_bytes <= (SMALL_WEIGHT_BYTES if is_normed or is_gated else LONE_ROW_BYTES):
+            return None
+        if is_gated and size <= LONGEST_NORMED and not _is_joined(num_columns, gpu):
             return None
     choose = _gated_config if is_gated else _plain_config
     config = choose(num_rows, num_columns, size, weight_bytes, gpu)
@@ -101,18 +116,26 @@ def streamed_config(
 def _gated_config(
     num_rows: int, num_columns: int, size: int, weight_bytes: int, gpu: GpuLimits
 ) -> StreamedConfig | None:
-    """Return the layout for a gated weight: a tile for each half of a large one, else both halves in one tile.
+    """Return the layout for a gated weight: both halves in one tile where all programs run at once, or a tile each.
 
-    All of a small weight is requested at once.
+    Weights up to `MIDDLE_WEIGHT_BYTES` have one tile, too. All of a small weight is requested at once. Where each multiprocessor has one program at most, its tiles leave no
+    room for a second one, since two on one multiprocessor would leave another idle (Llama-8B by four: 51.8 and 46.5 us
+    a layer at one row, H200).
     """
     if num_rows > (MAX_GATED_ROWS if weight_bytes > MIDDLE_WEIGHT_BYTES else MAX_ROWS):
         return None
     block_m = padded_rows(num_rows)
-    if weight_bytes <= MIDDLE_WEIGHT_BYTES:
-        block_k, num_stages = _tiles(size, 5 if weight_bytes <= SMALL_WEIGHT_BYTES else 3)
+    if num_rows <= MAX_ROWS and (weight_bytes <= MIDDLE_WEIGHT_BYTES or _is_joined(num_columns, gpu)):
+        if weight_bytes <= SMALL_WEIGHT_BYTES:
+            block_k, num_stages = _tiles(size, 5)
+        elif num_columns <= JOINED_COLUMNS * gpu.num_sms:
+            block_k, num_stages = _long_tiles(size, 4)
+        else:
+            block_k, num_stages = _tiles(size, 3)
         return StreamedConfig(
-            block_m=block_m, block_n=64, num_columns=32, is_joined=True, block_k=block_k, num_stages=num_stages
-        )
+            block_m=block_m, block_n=64, num_columns=JOINED_COLUMNS, is_joined=True, block_k=block_k,
+            num_stages=num_stages,
+        )  # fmt: skip
     if num_rows > MAX_ROWS:
         return StreamedConfig(block_m=64, block_n=128, num_columns=128, block_k=128, num_stages=3, num_warps=8)
     if num_rows <= FEW_ROWS and 8 * gpu.num_sms <= num_columns // 128 * 10 <= 10 * gpu.num_sms:
@@ -126,12 +149,12 @@ def _plain_config(
     """Return a layout of one wave of programs that is as full as possible, or None."""
     if num_rows > (SHORT_ROWS if weight_bytes <= SMALL_WEIGHT_BYTES else MAX_ROWS):
         return None
-    if weight_bytes > MIDDLE_WEIGHT_BYTES:
-        return None
     columns = next((each for each in (24, 32, 48, 64) if -(-num_columns // each) <= gpu.num_sms), None)
     if columns is None or -(-num_columns // columns) < WIDE_FILL * gpu.num_sms:
         return None
-    block_k, num_stages = _tiles(size, 4)
+    block_k, num_stages = _long_tiles(size, 4) if size >= LONG_ROW else _tiles(size, 4)
+    if weight_bytes > MIDDLE_WEIGHT_BYTES and block_k < LONG_TILE:
+        return None  # the library reads it just as fast
     return StreamedConfig(
         block_m=padded_rows(num_rows), block_n=64, num_columns=columns, block_k=block_k, num_stages=num_stages
     )
@@ -174,6 +197,16 @@ def streamed_parts_config(
 def _tiles(size: int, num_stages: int) -> tuple[int, int]:
     """Numbers of a row in a tile, and stages: twice as many of half the size where that divides a row."""
     return (256, num_stages) if size % 256 == 0 else (128, 2 * num_stages)
+
+
+def _long_tiles(size: int, num_stages: int) -> tuple[int, int]:
+    """Numbers of a row in a tile of `LONG_TILE`, and stages; those of `_tiles` where that does not divide a row."""
+    return (LONG_TILE, 3) if size % LONG_TILE == 0 else _tiles(size, num_stages)
+
+
+def _is_joined(num_columns: int, gpu: GpuLimits) -> bool:
+    """Return whether all programs of a gated weight with both halves in one tile run at once, two a multiprocessor."""
+    return -(-num_columns // JOINED_COLUMNS) <= 2 * gpu.num_sms
 
 
 def padded_rows(num_rows: int) -> int:

@@ -36,14 +36,15 @@ def moe_grouped(
     num_pairs = num_tokens * top_k
     routed = route(topk_ids, num_experts, config.block_m)
     num_blocks = routed.block_expert.shape[0]
+    turns = triton.cdiv(num_blocks, config.group) * config.group
     inner = x.new_empty(num_pairs, size)
     sizes = {"HIDDEN": hidden, "SIZE": size}
     launch_product(
         _gate_up,
-        (num_blocks * triton.cdiv(size, config.gate_up.block_n), 1, 1),
-        (x, *routed, gate_up, inner, num_pairs),
+        (turns * triton.cdiv(size, config.gate_up.block_n), 1, 1),
+        (x, *routed, gate_up, inner, num_pairs, num_blocks),
         gate_up,
-        {"TOP_K": top_k, **sizes, "ACTIVATION": activation, "BLOCK_M": config.block_m},
+        {"TOP_K": top_k, **sizes, "ACTIVATION": activation, "BLOCK_M": config.block_m, "GROUP": config.group},
         config.gate_up,
         x_stride=x.stride(0),
     )
@@ -51,10 +52,10 @@ def moe_grouped(
     results = torch.empty(num_pairs, hidden, dtype=dtype, device=x.device)
     launch_product(
         _down,
-        (num_blocks * triton.cdiv(hidden, config.down.block_n), 1, 1),
-        (inner, *routed, topk_weights, down, results, num_pairs),
+        (turns * triton.cdiv(hidden, config.down.block_n), 1, 1),
+        (inner, *routed, topk_weights, down, results, num_pairs, num_blocks),
         down,
-        {**sizes, "BLOCK_M": config.block_m},
+        {**sizes, "BLOCK_M": config.block_m, "GROUP": config.group},
         config.down,
     )
     return sum_over_choices(results, topk_ids, num_experts, x.dtype)
@@ -82,7 +83,7 @@ def sum_over_choices(
 
 
 @own_kernel
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     x,  # [num_tokens, HIDDEN], its rows X_STRIDE apart
     sorted_pairs,  # see Routed
@@ -90,6 +91,7 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     gate_up,  # [num_experts, 2 * SIZE, HIDDEN]
     inner,  # [num_pairs, SIZE], written
     num_pairs,
+    num_blocks,
     X_STRIDE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
@@ -99,23 +101,20 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     SIZE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows * blocks of SIZE,), of which those of the same rows follow one another.
-
-    So they share their rows in L2, and blocks of one expert, which are near each other, its weights.
-    """
-    WIDTH: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // WIDTH
-    column = tl.program_id(0) % WIDTH * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid: (blocks of rows, in whole groups, * blocks of SIZE,), in the order of `_place`."""
+    block, column_block = _place((SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(block_expert + block).to(tl.int64)
+    expert = tl.load(block_expert + block, mask=block < num_blocks, other=-1).to(tl.int64)
     if expert < 0:
         return
     pair = tl.load(sorted_pairs + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -141,7 +140,7 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
 
 
 @own_kernel
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     inner,  # [num_pairs, SIZE]
     sorted_pairs,  # see Routed
@@ -150,26 +149,27 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     down,  # [num_experts, HIDDEN, SIZE]
     results,  # [num_pairs, HIDDEN], written
     num_pairs,
+    num_blocks,
     EXPERT_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     COLUMN_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows * blocks of HIDDEN,), of which those of the same rows follow one another."""
-    WIDTH: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // WIDTH
-    column = tl.program_id(0) % WIDTH * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid: (blocks of rows, in whole groups, * blocks of HIDDEN,), in the order of `_place`."""
+    block, column_block = _place((HIDDEN + BLOCK_N - 1) // BLOCK_N, GROUP)
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(block_expert + block).to(tl.int64)
+    expert = tl.load(block_expert + block, mask=block < num_blocks, other=-1).to(tl.int64)
     if expert < 0:
         return
     pair = tl.load(sorted_pairs + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -187,6 +187,19 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         total, lost = add_dot(total, lost, values, tile)
     total *= tl.load(topk_weights + pair, mask=is_pair, other=0.0).to(tl.float32)[:, None]
     tl.store(results + pair[:, None] * HIDDEN + column[None, :], total, mask=is_pair[:, None] & is_column[None, :])
+
+
+@own_kernel
+@triton.jit
+def _place(num_column_blocks: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return the program's block of rows and its block of columns.
+
+    The blocks of rows of a group take turns at each block of columns, so they share an expert's weights in L2; the
+    groups follow one another, so all columns of a group share its rows there.
+    """
+    program = tl.program_id(0)
+    block = program // (num_column_blocks * GROUP) * GROUP + program % GROUP
+    return block, program % (num_column_blocks * GROUP) // GROUP
 
 
 @own_kernel

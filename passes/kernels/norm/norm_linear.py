@@ -37,11 +37,12 @@ def norm_linear_layout(x: torch.Tensor, weight: torch.Tensor, activation: str) -
         return None
     if x.dtype != weight.dtype or x.element_size() != 2:
         return None
+    config = norm_linear_config(size, 2 * weight.numel(), is_gated=bool(activation))
+    if config is None or activation:
+        return config
     gpu = gpu_limits(x.get_device())
-    apart = linear_config(1, num_columns, size, is_gated=bool(activation), itemsize=2, gpu=gpu, is_normed=True)
-    if isinstance(apart, StreamedConfig):
-        return None
-    return norm_linear_config(size, 2 * weight.numel(), is_gated=bool(activation))
+    apart = linear_config(1, num_columns, size, is_gated=False, itemsize=2, gpu=gpu, is_normed=True)
+    return None if isinstance(apart, StreamedConfig) else config
 
 
 def add_norm_linear_on_gpu(

@@ -39,16 +39,18 @@ def conv_prompt_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
 ):
     """Compute tokens of a segment in a block of channels; the program with the last ones keeps the window after them.
 
-    Grid: (chunks, channel blocks, parts of a chunk).
+    Grid: (chunks * parts of a chunk, channel blocks).
     """
-    chunk = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    PARTS: tl.constexpr = CHUNK_SIZE // TOKENS
+    chunk = tl.program_id(0) // PARTS
+    block = tl.program_id(1) * BLOCK_C
+    channel = block + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
     segment = tl.load(chunks + chunk * 2)
     number = tl.load(chunks + chunk * 2 + 1)
     begin = tl.load(cu_seqlens + segment)
     count = tl.load(cu_seqlens + segment + 1) - begin
-    first = number * CHUNK_SIZE + tl.program_id(2) * TOKENS
+    first = number * CHUNK_SIZE + tl.program_id(0) % PARTS * TOKENS
     if first >= count:
         return
     WIDTH: tl.constexpr = KERNEL_SIZE - 1
@@ -78,10 +80,9 @@ def conv_prompt_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         result = result * tl.sigmoid(result)
     to = out + (begin + token)[:, None] * channels + channel[None, :]
     if FIRST_END:
-        block = tl.program_id(1) * BLOCK_C
         part = tl.where(block < FIRST_END, 0, tl.where(block < SECOND_END, FIRST_END, SECOND_END))
         end = tl.where(block < FIRST_END, FIRST_END, tl.where(block < SECOND_END, SECOND_END, channels))
-        width = tl.multiple_of(end - part, BLOCK_C)
+        part, width = tl.multiple_of(part, BLOCK_C), tl.multiple_of(end - part, BLOCK_C)
         to = out + num_rows * part.to(tl.int64) + (begin + token)[:, None] * width + (channel - part)[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=is_token[:, None] & is_channel[None, :])
     if first + TOKENS >= count:
