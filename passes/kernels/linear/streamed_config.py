@@ -35,7 +35,10 @@ LONG_ROW = 3584
 """The least numbers of a row of an ungated weight whose tiles are twice as long.
 
 The kernel asks L2 for a tile of `x` in each turn of its loop, one tile ahead, so a row of many tiles waits for L2
-rather than for memory: `down` of half of Llama-8B took 20 us in tiles of 256 numbers, and 16 in tiles of 512 (H200).
+rather than for memory: a layer of half of Llama-8B took 79.9 us with tiles of 256 numbers for `down`, and 75.5 with
+tiles of 512 (one row, H200).
+Of more than `SHORT_ROWS` rows long tiles of `x` take the room of the weight's (Llama-8B at 32 rows: 142.5 and 145.1 us
+a layer).
 """
 
 LONG_TILE = 512
@@ -94,9 +97,9 @@ def streamed_config(
     """Return the layout for `[num_rows, size] @ [num_columns, size].T`, or None.
 
     None means that another kernel, or the library, is at least as fast in a model's graph. With `is_gated` the weight
-    has twice as many columns. One row is streamed if its weight is not small behind a norm (`is_normed`), or of
-    `LONE_ROW_BYTES` elsewhere; if the weight is gated, that holds for rows longer than `LONGEST_NORMED` and for
-    programs that run at once.
+    has twice as many columns. One row is streamed if its weight is not small, and, where neither a norm is ahead
+    (`is_normed`) nor the weight gated, of `LONE_ROW_BYTES`. A row of up to `LONGEST_NORMED` numbers is streamed only if
+    all programs run at once.
     """
     if itemsize != 2 or not gpu.can_overlap or num_rows == 0:
         return None
@@ -104,7 +107,8 @@ def streamed_config(
     if num_rows == 1:
         if weight_bytes <= (SMALL_WEIGHT_BYTES if is_normed or is_gated else LONE_ROW_BYTES):
             return None
-        if is_gated and size <= LONGEST_NORMED and not _is_joined(num_columns, gpu):
+        is_one_wave = _is_joined(num_columns, gpu) if is_gated else weight_bytes <= MIDDLE_WEIGHT_BYTES
+        if size <= LONGEST_NORMED and not is_one_wave:
             return None
     choose = _gated_config if is_gated else _plain_config
     config = choose(num_rows, num_columns, size, weight_bytes, gpu)
@@ -152,7 +156,8 @@ def _plain_config(
     columns = next((each for each in (24, 32, 48, 64) if -(-num_columns // each) <= gpu.num_sms), None)
     if columns is None or -(-num_columns // columns) < WIDE_FILL * gpu.num_sms:
         return None
-    block_k, num_stages = _long_tiles(size, 4) if size >= LONG_ROW else _tiles(size, 4)
+    is_long = size >= LONG_ROW and num_rows <= SHORT_ROWS
+    block_k, num_stages = _long_tiles(size, 4) if is_long else _tiles(size, 4)
     if weight_bytes > MIDDLE_WEIGHT_BYTES and block_k < LONG_TILE:
         return None  # the library reads it just as fast
     return StreamedConfig(

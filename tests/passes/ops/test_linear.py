@@ -28,7 +28,7 @@ WIDE = [(rows, 4096, 64) for rows in (1, 3, 17, 64, 65, 130)]
 """Other blocks of columns, and with many rows the library's again."""
 
 LONG = [(1, 64, 2048), (1, 32, 4096)]
-LARGE = [(1, 4096, 4096), (1, 16384, 1024)]
+LARGE = [(1, 4096, 4096), (1, 16384, 1024), (1, 17408, 2048)]
 """Weights of several waves of programs."""
 
 MIDDLE = [(rows, columns, size) for rows in range(2, 9) for columns, size in ((64, 512), (1024, 1024), (4096, 1536))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.passes.kernels.common.gpu_limits import GpuLimits
+from piecegraph.passes.kernels.common.gpu_limits import SMALL_WEIGHT_BYTES, GpuLimits
 from piecegraph.passes.kernels.linear.linear_config import (
     BLOCK_M,
     HELD_REGISTERS,
@@ -55,10 +55,12 @@ def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size
     if normed is None:
         assert size > LONGEST_NORMED or (num_columns == 65536 and not is_gated), "a long row, or a head"
     if isinstance(plain, StreamedConfig):
-        assert size > LONGEST_NORMED and is_gated and normed is None
-        return
-    for found in (plain, plain if normed is None else normed):
-        assert isinstance(found, LinearConfig) and found.block_m == 0
+        assert halves * num_columns * size * 2 > SMALL_WEIGHT_BYTES
+        assert num_columns <= 64 * H200.num_sms or (size > LONGEST_NORMED and is_gated)
+    else:
+        assert isinstance(plain, LinearConfig)
+    for found in (each for each in (plain, normed) if isinstance(each, LinearConfig)):
+        assert found.block_m == 0
         assert halves * found.block_n * found.block_k // (32 * found.num_warps) <= 128
 
 
@@ -87,18 +89,22 @@ def test_which_linears_of_one_row_have_a_separate_norm(
         (6144, 4096, False, True),  # query, key and value of Llama-8B
         (4096, 1024, False, False),  # of Qwen3-0.6B: small
         (7168, 5120, False, False),  # of Qwen3-14B: too large for one wave
+        (5120, 8192, False, True),  # of a rank of Llama-70B
         (14336, 4096, True, False),  # gate and up: normed by each program
-        (14336, 8192, True, True),  # of a rank of Llama-70B: too long for that
+        (7168, 4096, True, True),  # of a rank of Llama-8B, behind a norm of its own: all programs run at once
+        (14336, 8192, True, True),  # of a rank of Llama-70B: too long for a norm by each program
+        (3072, 1024, True, False),  # of Qwen3-0.6B: small
     ],
 )
 def test_one_row_is_streamed_behind_a_norm(num_columns: int, size: int, is_gated: bool, is_streamed: bool) -> None:
-    """With two rows' layout, and a GPU on which kernels overlap; without a norm ahead only a gated weight is."""
+    """With two rows' layout, and a GPU on which kernels overlap; without a norm ahead a gated weight or a large one."""
     found = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=H200, is_normed=True)
     assert isinstance(found, StreamedConfig) == is_streamed
     if is_streamed:
         assert found == config(2, num_columns, size, is_gated=is_gated)
     plain = config(1, num_columns, size, is_gated=is_gated)
-    assert found == plain if is_gated else isinstance(plain, LinearConfig) and (is_streamed or found == plain)
+    is_alike = is_gated or size > LONGEST_NORMED
+    assert found == plain if is_alike else isinstance(plain, LinearConfig) and (is_streamed or found == plain)
     older = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=RTX_4090, is_normed=True)
     assert isinstance(older, LinearConfig)
 

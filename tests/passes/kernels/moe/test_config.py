@@ -27,9 +27,13 @@ def test_few_pairs_of_token_and_expert_take_the_matvec_kernels() -> None:
 
 
 def test_a_block_of_rows_holds_what_most_experts_get() -> None:
-    assert [config(tokens, QWEN3).block_m for tokens in (8, 32, 128, 256, 512, 2048)] == [16, 16, 16, 32, 64, 64]
-    assert config(4096, QWEN3).block_m == 64 and config(4097, QWEN3).block_m == 128
+    assert [config(tokens, QWEN3).block_m for tokens in (8, 32, 128, 256, 512, 1024)] == [16, 16, 16, 32, 64, 64]
+    assert config(1365, QWEN3).block_m == 64 and config(1366, QWEN3).block_m == 128
     assert [config(tokens, MIXTRAL).block_m for tokens in (8, 32, 128, 256, 2048)] == [16, 16, 64, 64, 128]
+
+
+def test_results_are_rounded_before_they_are_summed_where_prompts_make_many() -> None:
+    assert [config(tokens, QWEN3).rounds_results for tokens in (1, 8, 256, 512, 4096)] == [False] * 3 + [True] * 2
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
