@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = [sys.executable, "-c", "import sys; from piecegraph.tools.cli import main; sys.exit(main())"]
+PROGRAM = [sys.executable, "-m", "piecegraph"]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.runner.data_parallel.test_engine_processes import assert_gone
 from tests.runner.distributed.test_executor import GREEDY, PROMPTS, assert_answers, pid_of, two_ranks
 from tests.runner.tiny_models import make_model, save
 
-PROGRAM = [sys.executable, "-c", "import sys; from piecegraph.tools.cli import main; sys.exit(main())"]
+PROGRAM = [sys.executable, "-m", "piecegraph"]
 
 
 two_gpus = (

@@ -14,7 +14,7 @@ from piecegraph import environment
 from tests.runner.data_parallel.test_engine_processes import assert_gone, is_running
 from tests.runner.tiny_models import llama_config, random_model, save
 
-PROGRAM = [sys.executable, "-c", "import sys; from piecegraph.tools.cli import main; sys.exit(main())"]
+PROGRAM = [sys.executable, "-m", "piecegraph"]
 
 
 def descendants(pid: int) -> list[int]:

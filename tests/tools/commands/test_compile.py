@@ -30,7 +30,7 @@ from piecegraph.tools.command_line.options import COMPILE_FLAGS, LLM_FLAGS
 from piecegraph.tools.commands.compile import open_to_fill
 from tests.tools.cache.models import save_model
 
-PROGRAM = [sys.executable, "-c", "import sys; from piecegraph.tools.cli import main; sys.exit(main())"]
+PROGRAM = [sys.executable, "-m", "piecegraph"]
 SOMEONE = 60001
 """A user that needs no account."""
 

@@ -17,7 +17,7 @@ import httpx
 HTTP = httpx.Client(timeout=60, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 """A connection for each request. `httpx.get` would also read the certificates of the machine for each."""
 
-PROGRAM = [sys.executable, "-c", "import sys; from piecegraph.tools.cli import main; sys.exit(main())"]
+PROGRAM = [sys.executable, "-m", "piecegraph"]
 
 
 class ServerProcess:
