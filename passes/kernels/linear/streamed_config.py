@@ -122,9 +122,9 @@ def _gated_config(
 ) -> StreamedConfig | None:
     """Return the layout for a gated weight: both halves in one tile where all programs run at once, or a tile each.
 
-    Weights up to `MIDDLE_WEIGHT_BYTES` have one tile, too. All of a small weight is requested at once. Where each multiprocessor has one program at most, its tiles leave no
-    room for a second one, since two on one multiprocessor would leave another idle (Llama-8B by four: 51.8 and 46.5 us
-    a layer at one row, H200).
+    Weights up to `MIDDLE_WEIGHT_BYTES` have one tile, too. All of a small weight is requested at once. Where each
+    multiprocessor has one program at most, its tiles leave no room for a second one, since two on one multiprocessor
+    would leave another idle (a quarter of Llama-8B: 51.8 and 46.5 us a layer at one row, H200).
     """
     if num_rows > (MAX_GATED_ROWS if weight_bytes > MIDDLE_WEIGHT_BYTES else MAX_ROWS):
         return None
