@@ -31,7 +31,7 @@ from piecegraph.passes.kernels.linear.linear_config import (
     linear_config,
     norm_linear_config,
 )
-from piecegraph.passes.kernels.linear.streamed_config import MAX_GATED_ROWS, StreamedConfig, padded_rows
+from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig, padded_rows
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.rms_norm import add_rms_norm
 from piecegraph.tools.bench.kernels.attention import (
@@ -52,6 +52,9 @@ MAX_CALLS = 128
 
 SHARED_BYTES = 227 * 2**10
 """The most shared memory that a program's stages take in a sweep: that of a Hopper GPU."""
+
+MOST_STREAMED_ROWS = 128
+"""The most rows for which a sweep tries streamed layouts: twice as many as any are taken for."""
 
 TOLERANCE = 1e-2
 """Relative root mean square error above which a result is called wrong; rounding in bfloat16 takes about a quarter."""
@@ -310,7 +313,7 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                     for held in (1, 2, 3)
                     if held <= tiles
                 ]  # fmt: skip
-    if 1 < num_rows <= MAX_GATED_ROWS:
+    if 1 < num_rows <= MOST_STREAMED_ROWS:
         found += _streamed_layouts(linear, num_rows)
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
@@ -330,7 +333,7 @@ def _streamed_layouts(linear: Linear, num_rows: int) -> list[Config]:
     if linear.activation:
         tiles += [(64, columns, True) for columns in (24, 32)]
     blocks = itertools.product(
-        {8, 16} if num_rows <= 8 else {padded_rows(num_rows)}, tiles, (128, 256, 512), (2, 3, 4, 5, 6)
+        {8, 16} if num_rows <= 8 else {padded_rows(num_rows)}, tiles, (64, 128, 256, 512), (2, 3, 4, 5, 6)
     )
     return [
         StreamedConfig(

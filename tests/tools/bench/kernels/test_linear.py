@@ -11,10 +11,11 @@ from piecegraph.passes.kernels.linear.linear_config import (
     SlicedConfig,
     linear_config,
 )
-from piecegraph.passes.kernels.linear.streamed_config import MAX_GATED_ROWS, StreamedConfig
+from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
 from piecegraph.tools.bench.kernels.linear import (
     KERNELS,
     MODELS,
+    MOST_STREAMED_ROWS,
     Linear,
     _expected,
     kernel_of,
@@ -49,7 +50,7 @@ def test_a_sweep_has_layouts_of_every_kernel_that_takes_the_rows(model: str, num
         assert ("matvec" in kinds) == (num_rows in (1, 2, 4))
         assert ("sliced" in kinds) == (num_rows <= SLICED_ROWS)
         assert ("matmul" in kinds) == (num_rows > 1)
-        assert ("streamed" in kinds) == (1 < num_rows <= MAX_GATED_ROWS)
+        assert ("streamed" in kinds) == (1 < num_rows <= MOST_STREAMED_ROWS)
         assert kinds <= set(KERNELS)
         for each in found:
             if isinstance(each, SlicedConfig):
