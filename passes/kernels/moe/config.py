@@ -12,15 +12,17 @@ Up to `num_experts / MATVEC_MAX_SHARE` pairs, few share an expert, and those tha
 """
 
 MOST_ROWS_OF_64 = 128
-"""The most rows of an expert, and half as many again, that are computed 64 at a time. Of 128 rows on average (2,048
-tokens of Qwen3-30B-A3B) blocks of 64 took 523 us and of 128 451, of 160 (8,192 of Qwen3-Next) 1,647 and 1,606 (H200).
+"""The most rows of an expert, and half as many again, that are computed 64 at a time.
+
+With 128 rows an expert on average (2,048 tokens of Qwen3-30B-A3B) blocks of 64 took 523 us a layer and blocks of 128
+took 451; with 160 (8,192 tokens of Qwen3-Next) they took 1,647 and 1,614 (H200).
 """
 
 GROUP = 8
 """Blocks of rows that take turns at each block of columns.
 
-Each alone reads all of its expert's weights: 8,192 tokens of Mixtral 8x7B, whose experts are larger than L2, took
-11,294 us a layer alone, 10,030 and 10,230 in groups of 4 and 8, and 10,625 in groups of 64 (H200).
+A block alone reads all of its expert's weights: 8,192 tokens of Mixtral 8x7B, whose experts are larger than L2, took
+11,294 us a layer in groups of one, 10,030 and 10,230 in groups of 4 and 8, and 10,625 in groups of 64 (H200).
 """
 
 ROUNDED_BLOCK_M = 64
