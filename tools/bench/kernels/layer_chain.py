@@ -18,6 +18,7 @@ from piecegraph.passes.kernels.linear.split_linear_config import SplitConfig
 from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
 from piecegraph.passes.ops.linear import linear
 from piecegraph.passes.ops.norm_linear import add_norm_linear, linear_add_norm_linear
+from piecegraph.passes.ops.rms_norm import add_rms_norm
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from piecegraph.runner.attention.interface.rotary import Rotary
@@ -30,6 +31,9 @@ EPS = 1e-6
 
 BLOCK_SIZE = 16
 """The number of tokens in a block of the cache."""
+
+NORMED = ("qkv", "gate_up")
+"""The linears behind a norm."""
 
 Layouts = Mapping[str, Config | SplitConfig]
 """The layouts that replace the default ones, by the linear's name in the `linear` bench."""
@@ -45,18 +49,22 @@ class LayerShape:
     heads: HeadShape
     has_head_norm: bool
     max_len: int
+    is_share: bool = False  # of one of several ranks: each norm is a kernel of its own, as behind a sum over them
 
     @classmethod
-    def of(cls, model: str) -> LayerShape:
+    def of(cls, model: str, num_ranks: int = 1) -> LayerShape:
+        """Return a layer of a model, or of several ranks the share of one, without the sums over them."""
         config: dict[str, Any] = SHAPES[model]
         heads = HeadShape(
-            num_q_heads=config["num_attention_heads"], num_kv_heads=config["num_key_value_heads"],
+            num_q_heads=config["num_attention_heads"] // num_ranks,
+            num_kv_heads=config["num_key_value_heads"] // num_ranks,
             key_dim=config["head_dim"], value_dim=config["head_dim"], dtype=torch.bfloat16,
         )  # fmt: skip
         return cls(
-            num_layers=config["num_hidden_layers"], hidden=config["hidden_size"], inner=config["intermediate_size"],
-            heads=heads, has_head_norm=config["model_type"].startswith("qwen3"),
-            max_len=config["max_position_embeddings"],
+            num_layers=config["num_hidden_layers"], hidden=config["hidden_size"],
+            inner=config["intermediate_size"] // num_ranks, heads=heads,
+            has_head_norm=config["model_type"].startswith("qwen3"), max_len=config["max_position_embeddings"],
+            is_share=num_ranks > 1,
         )  # fmt: skip
 
     @property
@@ -126,8 +134,11 @@ class LayerChain:
     def run(self, attention: DecodeConfig | None, layouts: Layouts) -> torch.Tensor:
         """Run all layers, and return `[batch, rows of qkv]` of the layer after the last, which is the first.
 
-        Without a layout attention is left out, and a part of what it would have read is passed on instead.
+        A rank's share returns `[batch, hidden]` of the last. Without a layout attention is left out, and a part of what
+        it would have read is passed on instead.
         """
+        if self.shape.is_share:
+            return self._run_share(attention, layouts)
         first = self.weights[0]
         qkv, residual = add_norm_linear(self.x, self.residual, self.norm, EPS, 0.0, first["qkv"], None, "")
         for layer, weights in enumerate(self.weights):
@@ -137,6 +148,24 @@ class LayerChain:
             named = {"down": weights["down"], "qkv": following}
             qkv, residual = self._pair(inner, residual, named, ("down", "qkv"), "", layouts)
         return qkv
+
+    def _run_share(self, attention: DecodeConfig | None, layouts: Layouts) -> torch.Tensor:
+        x, residual = self.x, self.residual
+        for layer, weights in enumerate(self.weights):
+            normed, residual = add_rms_norm(x, residual, self.norm, EPS, 0.0)
+            attended = self._attend(self._linear("qkv", normed, weights, layouts), layer, attention)
+            x = self._linear("output", attended, weights, layouts)
+            normed, residual = add_rms_norm(x, residual, self.norm, EPS, 0.0)
+            x = self._linear("down", self._linear("gate_up", normed, weights, layouts), weights, layouts)
+        return x
+
+    def _linear(
+        self, name: str, x: torch.Tensor, weights: Mapping[str, torch.Tensor], layouts: Layouts
+    ) -> torch.Tensor:
+        activation, layout = "silu" if name == "gate_up" else "", layouts.get(name)
+        if layout is None:
+            return linear(x, weights[name], None, activation, is_normed=name in NORMED)
+        return _whole(x, weights[name], activation, layout)
 
     def launch_attention(self, attention: DecodeConfig) -> None:
         """Launch attention once over the first layer's cache, to compile it."""
@@ -148,7 +177,7 @@ class LayerChain:
         x = self.x.new_zeros(self.batch, weight.shape[1])
         if is_in_parts(layout):
             _parts(x, weight, layout)
-        elif name in ("qkv", "gate_up") and self.batch == 1 and isinstance(layout, LinearConfig):
+        elif name in NORMED and self.batch == 1 and isinstance(layout, LinearConfig) and not self.shape.is_share:
             self._normed_row(x, x, weight, "silu" if name == "gate_up" else "", layout)
         else:
             _whole(x, weight, "silu" if name == "gate_up" else "", layout)

@@ -31,7 +31,7 @@ from piecegraph.tools.bench.kernels.attention import (
 )
 from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 from piecegraph.tools.bench.kernels.layer_chain import LayerChain, LayerShape, Layouts, is_in_parts
-from piecegraph.tools.bench.kernels.linear import MODELS, SHARED_BYTES, linears_of, setting
+from piecegraph.tools.bench.kernels.linear import MODELS, SHARED_BYTES, linears_of, setting, streamed_layouts
 from piecegraph.tools.bench.kernels.linear import layouts as layouts_of
 
 SWEPT = ("attention", "qkv", "output", "gate_up", "down")
@@ -54,7 +54,8 @@ class Row:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", type=click.Choice(MODELS), default="qwen3-0.6b")
+@click.option("--model", type=click.Choice((*MODELS, "llama-70b")), default="qwen3-0.6b")
+@click.option("--shard-of", "num_ranks", type=click.IntRange(1, 8), default=1, help="The share of one rank.")
 @click.option("--batch", default="1,8,32,128,256", help="Comma-separated numbers of requests.")
 @click.option("--context", default=580, help="Tokens of each request, the new one included.")
 @click.option("--layers", type=int, help="Of the chain; the model's own number if not given.")
@@ -66,6 +67,7 @@ class Row:
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")
 def main(
     model: str,
+    num_ranks: int,
     batch: str,
     context: int,
     layers: int | None,
@@ -74,9 +76,14 @@ def main(
     top: int,
     json_file: Path | None,
 ) -> None:
-    """Time layers in microseconds; the floor is a layer's weights, keys and values, read once at 4.08 TB/s."""
+    """Time layers in microseconds; the floor is a layer's weights, keys and values, read once at 4.08 TB/s.
+
+    The share of one of several ranks has norms of their own and no sums over the ranks.
+    """
+    if LayerShape.of(model).heads.num_kv_heads % num_ranks:
+        raise click.BadParameter(f"{num_ranks} ranks cannot divide the key/value heads of {model} evenly.")
     device = gpu_of_benchmark()
-    shape = LayerShape.of(model)
+    shape = LayerShape.of(model, num_ranks)
     click.echo(f"{describe(device)}, bfloat16")
     rows: list[Row] = []
     for number in ints(batch):
@@ -90,7 +97,7 @@ def main(
         ]
         _show(found)
         for what in swept:
-            tried = list(_choices(chain, model, what, attention))
+            tried = list(_choices(chain, model, num_ranks, what, attention))
             compile_ahead([launch for _, _, _, launch in tried], device, jobs)
             several = [
                 _timed(chain, what, text, config, layouts, model, expected) for text, config, layouts, _ in tried
@@ -107,12 +114,12 @@ Choice = tuple[str, DecodeConfig, Layouts, Callable[[], None]]
 """A name, the layouts of attention and linears, and a function that launches the new kernel of this choice."""
 
 
-def _choices(chain: LayerChain, model: str, what: str, attention: DecodeConfig) -> Iterator[Choice]:
+def _choices(chain: LayerChain, model: str, num_ranks: int, what: str, attention: DecodeConfig) -> Iterator[Choice]:
     if what == "attention":
         for config in attention_layouts(chain, attention):
             yield _attention_setting(config), config, {}, partial(chain.launch_attention, config)
         return
-    for layout in linear_layouts(model, what, chain.batch):
+    for layout in linear_layouts(model, what, chain.batch, num_ranks):
         yield linear_setting(layout), attention, {what: layout}, partial(chain.launch_linear, what, layout)
 
 
@@ -141,10 +148,15 @@ def attention_layouts(chain: LayerChain, default: DecodeConfig) -> list[DecodeCo
     return list(found)
 
 
-def linear_layouts(model: str, name: str, batch: int) -> list[Config | SplitConfig]:
-    """Return the layouts of the `linear` bench, and layouts of split sums where a norm follows."""
-    linear = next(each for each in linears_of(model) if each.name == name)
+def linear_layouts(model: str, name: str, batch: int, num_ranks: int = 1) -> list[Config | SplitConfig]:
+    """Return the layouts of the `linear` bench, and layouts of split sums where a norm follows.
+
+    A sum over ranks takes whole sums. One row of a rank's share, whose norms are kernels of their own, may be streamed.
+    """
+    linear = next(each for each in linears_of(model, num_ranks) if each.name == name)
     found: list[Config | SplitConfig] = list(layouts_of(linear, batch))
+    if num_ranks > 1:
+        return [*found, *(streamed_layouts(linear, batch) if batch == 1 else [])]
     if linear.follows_norm or batch > MAX_ROWS:
         return found
     padded = padded_rows(batch)

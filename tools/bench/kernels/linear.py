@@ -107,17 +107,20 @@ class Row:
     note: str = ""
 
 
-def linears_of(model: str) -> tuple[Linear, ...]:
-    """Return the linears of one layer, with projections merged as the passes merge them, and the head."""
+def linears_of(model: str, num_ranks: int = 1) -> tuple[Linear, ...]:
+    """Return the linears of one layer, with projections merged as the passes merge them, and the head.
+
+    Of several ranks they are the share of one, which has its part of the heads, of the MLP and of the vocabulary.
+    """
     shape = SHAPES[model]
-    hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    num_q_heads, num_kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"] // num_ranks, shape["head_dim"]
+    num_q_heads, num_kv_heads = shape["num_attention_heads"] // num_ranks, shape["num_key_value_heads"] // num_ranks
     return (
         Linear(name="qkv", num_columns=(num_q_heads + 2 * num_kv_heads) * head_dim, size=hidden, follows_norm=True),
         Linear(name="output", num_columns=hidden, size=num_q_heads * head_dim),
         Linear(name="gate_up", num_columns=inner, size=hidden, activation=shape["hidden_act"], follows_norm=True),
         Linear(name="down", num_columns=hidden, size=inner),
-        Linear(name="head", num_columns=shape["vocab_size"], size=hidden),
+        Linear(name="head", num_columns=shape["vocab_size"] // num_ranks, size=hidden),
     )
 
 
@@ -314,7 +317,7 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                     if held <= tiles
                 ]  # fmt: skip
     if 1 < num_rows <= MOST_STREAMED_ROWS:
-        found += _streamed_layouts(linear, num_rows)
+        found += streamed_layouts(linear, num_rows)
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
         blocks = itertools.product({tallest, min(tallest, 64)}, (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6))
@@ -328,7 +331,8 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
     return found
 
 
-def _streamed_layouts(linear: Linear, num_rows: int) -> list[Config]:
+def streamed_layouts(linear: Linear, num_rows: int) -> list[Config]:
+    """Return a grid of layouts of streamed linears for `num_rows` rows."""
     tiles = [(64, columns, False) for columns in (24, 32, 48, 64)] + [(128, 128, False)]
     if linear.activation:
         tiles += [(64, columns, True) for columns in (24, 32)]
