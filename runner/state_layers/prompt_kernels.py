@@ -43,7 +43,8 @@ def _convolve(
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
     from piecegraph.runner.state_layers.kernels.prompt_calls import conv_prompt, written_parts
 
-    x, windows = x if x.stride(1) == 1 else x.contiguous(), windows.contiguous()
+    x, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (x, weight))
+    bias, windows = None if bias is None else bias.contiguous(), windows.contiguous()
     out = x.new_empty((rows.rows.shape[0], x.shape[1]))
     after = torch.empty_like(windows, dtype=x.dtype)
     written = parts if written_parts(parts) else ()

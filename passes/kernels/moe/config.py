@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
+from piecegraph.passes.kernels.common.gpu_limits import H200
+
 MATVEC_MAX_SHARE = 4
 """The divisor of `num_experts` that bounds the pairs of token and expert that are multiplied as vectors.
 
@@ -26,7 +30,7 @@ A block alone reads all of its expert's weights: 8,192 tokens of Mixtral 8x7B, w
 """
 
 ROUNDED_BLOCK_M = 64
-"""The fewest rows of a block whose results are rounded before they are summed: blocks of prompts have as many."""
+"""The fewest rows of a block whose results in bfloat16 are rounded before they are summed: prompts have as many."""
 
 FLOAT32_BLOCK_K = 16
 """The products of float32 numbers that sorted kernels add one after another before `compensated.py` sums them."""
@@ -53,23 +57,31 @@ class MoeConfig:
     def is_sorted(self) -> bool:
         return self.block_m > 1
 
-    @property
-    def rounds_results(self) -> bool:
-        """Return whether an expert's results are rounded to the model's dtype before those of a token are summed.
+    def results_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of an expert's results before those of a token are summed, in a model of `dtype`.
 
-        transformers rounds them, too. Results of a prompt are hundreds of megabytes, which float32 doubles: 8,192
-        tokens of Qwen3-Next took 2,108 us a layer, and 1,889 with rounded results (H200).
+        It is float32, but bfloat16 for prompts in it, as in transformers: their results are hundreds of megabytes,
+        which float32 doubles (8,192 tokens of Qwen3-Next took 2,108 us a layer, and 1,889 with rounded results on an
+        H200). float16 has not the range: results beyond 65,504 may cancel in the sum.
         """
-        return self.block_m >= ROUNDED_BLOCK_M
+        return dtype if dtype == torch.bfloat16 and self.block_m >= ROUNDED_BLOCK_M else torch.float32
 
 
 @lru_cache(maxsize=4096)
 def moe_config(
-    *, num_tokens: int, top_k: int, num_experts: int, hidden: int, size: int, itemsize: int = 2
+    *,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    size: int,
+    itemsize: int = 2,
+    shared_bytes: int = H200.shared_bytes,
 ) -> MoeConfig:
     """Return the layout for `num_tokens` tokens that choose `top_k` of `num_experts` experts.
 
-    All arguments are at least 1.
+    All arguments are at least 1. `shared_bytes` is the most shared memory of a program; where it is little, fewer tiles
+    are on their way.
     """
     num_pairs = num_tokens * top_k
     if num_tokens == 1 or num_pairs * MATVEC_MAX_SHARE <= num_experts:
@@ -94,10 +106,11 @@ def moe_config(
             replace(tile, block_n=min(tile.block_n, most), block_k=FLOAT32_BLOCK_K)
             for tile, most in ((gate_up, 64), (down, 128))
         )
+    gate_up, down = _clipped(gate_up, size, hidden, itemsize), _clipped(down, hidden, size, itemsize)
     return MoeConfig(
         block_m=block_m,
-        gate_up=_clipped(gate_up, size, hidden, itemsize),
-        down=_clipped(down, hidden, size, itemsize),
+        gate_up=_with_room(gate_up, block_m + 2 * gate_up.block_n, itemsize, shared_bytes),
+        down=_with_room(down, block_m + down.block_n, itemsize, shared_bytes),
     )
 
 
@@ -119,6 +132,11 @@ def _clipped(tile: Tile, columns: int, depth: int, itemsize: int) -> Tile:
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def _with_room(tile: Tile, lines: int, itemsize: int, shared_bytes: int) -> Tile:
+    """Return the tile with as many stages, up to its own, as shared memory has room for `lines` of it and x."""
+    return replace(tile, num_stages=max(1, min(tile.num_stages, shared_bytes // (lines * tile.block_k * itemsize))))
 
 
 def _power_of_two(size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from piecegraph.passes.kernels.common.gpu_limits import limits_of
 from piecegraph.passes.kernels.moe.config import MoeConfig, moe_config
 from piecegraph.passes.kernels.moe.grouped import moe_grouped
 from piecegraph.passes.kernels.moe.matvec import moe_matvec
@@ -24,8 +25,8 @@ def moe_experts_on_gpu(
 ) -> torch.Tensor:
     """Run `ops.moe.experts.moe_experts` on a GPU. `config` replaces the layout of `moe_config`."""
     num_tokens, hidden = x.shape
-    if num_tokens == 0:
-        return x.new_empty(x.shape)
+    if num_tokens == 0 or gate_up.shape[0] == 0:
+        return x.new_zeros(x.shape)
     if config is None:
         config = moe_config(
             num_tokens=num_tokens,
@@ -34,6 +35,7 @@ def moe_experts_on_gpu(
             hidden=hidden,
             size=down.shape[2],
             itemsize=x.element_size(),
+            shared_bytes=limits_of(x.device).shared_bytes,
         )
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -48,8 +48,7 @@ def moe_grouped(
         config.gate_up,
         x_stride=x.stride(0),
     )
-    dtype = x.dtype if config.rounds_results else torch.float32
-    results = torch.empty(num_pairs, hidden, dtype=dtype, device=x.device)
+    results = torch.empty(num_pairs, hidden, dtype=config.results_dtype(x.dtype), device=x.device)
     launch_product(
         _down,
         (turns * triton.cdiv(hidden, config.down.block_n), 1, 1),

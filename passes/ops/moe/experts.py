@@ -23,9 +23,10 @@ def moe_experts(
     outside of 0 to `num_experts - 1` is that of an expert elsewhere, which counts for nothing, whatever its weight.
     `gate_up` is `[num_experts, 2 * size, hidden]`, gate rows first, and `down` `[num_experts, hidden, size]`, both of
     `x`'s dtype with any strides; `activation` is a name in `act_mul.ACTIVATIONS`. `num_all_experts` is how many experts
-    tokens choose among, those elsewhere included; it decides how the result is computed, not what it is; None: those
-    here. Sums accumulate in float32. The input of the second product is rounded to `x`'s dtype, and so is the result,
-    once, after weights and the sum over experts. The result is a new contiguous tensor like `x`.
+    tokens choose among, those elsewhere included, by which the kernels' layout is chosen; None: those here. Sums
+    accumulate in float32. The input of the second product is rounded to `x`'s dtype, and so is the result, after
+    weights and the sum over experts; on a GPU an expert's result for a prompt in bfloat16 is rounded before that sum,
+    too (`MoeConfig.results_dtype`). The result is a new contiguous tensor like `x`.
 
     No shape depends on the choice of experts, and nothing waits for the device, so the op can be captured in a CUDA
     graph.

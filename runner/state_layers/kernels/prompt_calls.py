@@ -25,13 +25,13 @@ def written_parts(channels: Sequence[int]) -> bool:
 
     There are blocks of 16 channels at least.
     """
-    return len(channels) == 3 and all(count % 16 == 0 for count in channels)
+    return len(channels) == 3 and all(count > 0 and count % 16 == 0 for count in channels)
 
 
 def conv_prompt(
     x: torch.Tensor,  # [num_tokens, channels], of unit stride
-    weight: torch.Tensor,  # [channels, kernel_size]
-    bias: torch.Tensor | None,
+    weight: torch.Tensor,  # [channels, kernel_size], its taps next to one another
+    bias: torch.Tensor | None,  # [channels], contiguous
     windows: torch.Tensor,  # [num_segments, channels, kernel_size - 1], contiguous
     out: torch.Tensor,  # [num_rows, channels], contiguous, written; with `parts` the memory of a tensor for each
     after: torch.Tensor,  # as `windows`, written; no part of them

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from piecegraph.passes.kernels.moe.config import MoeConfig, moe_config, num_blocks_bound
 
@@ -32,17 +33,23 @@ def test_a_block_of_rows_holds_what_most_experts_get() -> None:
     assert [config(tokens, MIXTRAL).block_m for tokens in (8, 32, 128, 256, 2048)] == [16, 16, 64, 64, 128]
 
 
-def test_results_are_rounded_before_they_are_summed_where_prompts_make_many() -> None:
-    assert [config(tokens, QWEN3).rounds_results for tokens in (1, 8, 256, 512, 4096)] == [False] * 3 + [True] * 2
+def test_results_in_bfloat16_are_rounded_before_they_are_summed_where_prompts_make_many() -> None:
+    """Those in float16 are not: two that overflow may cancel."""
+    layouts = [config(tokens, QWEN3) for tokens in (1, 8, 256, 512, 4096)]
+    wide, narrow = [torch.float32], [torch.bfloat16]
+    assert [layout.results_dtype(torch.bfloat16) for layout in layouts] == wide * 3 + narrow * 2
+    assert {layout.results_dtype(dtype) for layout in layouts for dtype in (torch.float16, torch.float32)} == {*wide}
 
 
+@pytest.mark.parametrize("shared_bytes", [SHARED_MEMORY, 163 * 1024, 99 * 1024])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_are_powers_of_two_that_tensor_cores_take_and_that_fit(itemsize: int) -> None:
+def test_tiles_are_powers_of_two_that_tensor_cores_take_and_that_fit(itemsize: int, shared_bytes: int) -> None:
     sizes = (1, 2, 7, 64, 1000, 5000), (1, 2, 8), (8, 128), (24, 64, 2048, 4096), (24, 96, 768, 14336)
     for num_tokens, top_k, num_experts, hidden, size in itertools.product(*sizes):
         layout = moe_config(
-            num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, hidden=hidden, size=size, itemsize=itemsize
-        )
+            num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, hidden=hidden, size=size, itemsize=itemsize,
+            shared_bytes=shared_bytes,
+        )  # fmt: skip
         for tile, rows in ((layout.gate_up, 2), (layout.down, 1)):
             for block in (tile.block_n, tile.block_k, tile.num_warps, layout.block_m):
                 assert block & (block - 1) == 0, layout
@@ -50,7 +57,7 @@ def test_tiles_are_powers_of_two_that_tensor_cores_take_and_that_fit(itemsize: i
             if layout.is_sorted:
                 assert tile.block_n >= 16 and layout.block_m >= 16
             tiles = (rows * tile.block_n + layout.block_m) * tile.block_k * itemsize
-            assert tiles * tile.num_stages <= SHARED_MEMORY, layout
+            assert tiles * tile.num_stages <= (shared_bytes if layout.is_sorted else SHARED_MEMORY), layout
 
 
 def test_sorted_rows_of_float32_are_multiplied_as_exactly_as_can_be() -> None:

@@ -16,7 +16,7 @@ from tests.passes.moe_inputs import MoeInputs, exact, moe_inputs, relative_rms, 
 SMALL = Tile(block_n=16, block_k=16, num_warps=4, num_stages=2)
 MATVEC = MoeConfig(block_m=1, gate_up=SMALL, down=SMALL)
 GROUPED = MoeConfig(block_m=16, gate_up=SMALL, down=SMALL)
-OF_PROMPTS = replace(GROUPED, block_m=64)  # an expert's results are rounded
+OF_PROMPTS = replace(GROUPED, block_m=64)
 
 # num_tokens, top_k, num_experts, hidden, size: multiples of no block; one expert; all of them chosen
 SIZES = [(1, 2, 4, 48, 24), (5, 3, 6, 40, 20), (3, 1, 1, 16, 16), (2, 4, 4, 33, 17), (20, 2, 4, 32, 16)]
@@ -82,6 +82,28 @@ def check_experts_elsewhere_count_for_nothing() -> None:
         assert relative_rms(moe_experts_reference(*part.args), wanted) < TOLERANCE[torch.float32]
 
 
+def check_results_that_cancel() -> None:
+    """Results of 81,920 and -79,872, which float16 has not, add up to 2,048 in every layout."""
+    from piecegraph.passes.kernels.moe.experts import moe_experts_on_gpu
+
+    x = torch.ones(70, 16, dtype=torch.float16)
+    gate_up = torch.ones(2, 32, 16, dtype=torch.float16)
+    down = torch.full((2, 16, 16), 20.0, dtype=torch.float16)
+    down[1] = -19.5
+    choice = torch.ones(70, 2), torch.tensor([[0, 1]]).repeat(70, 1)
+    for config in (MATVEC, GROUPED, OF_PROMPTS, None):
+        found = moe_experts_on_gpu(x, *choice, gate_up, down, "silu", config=config)
+        assert torch.equal(found, torch.full_like(x, 2048.0)), config
+
+
+def check_a_rank_without_experts() -> None:
+    from piecegraph.passes.kernels.moe.experts import moe_experts_on_gpu
+
+    inputs = moe_inputs(20, 2, 4, 32, 16)
+    part = replace(inputs, gate_up=inputs.gate_up[:0], down=inputs.down[:0])
+    assert torch.equal(moe_experts_on_gpu(*part.args, num_all_experts=4), torch.zeros_like(inputs.x))
+
+
 def check_rows_are_apart() -> None:
     """A padded row of NaN spoils no other."""
     from piecegraph.passes.kernels.moe.experts import moe_experts_on_gpu
@@ -101,6 +123,8 @@ def check_rows_are_apart() -> None:
         pytest.param(check_both_ways_of_computing, marks=pytest.mark.slow),
         check_layouts_of_operands,
         check_experts_elsewhere_count_for_nothing,
+        check_results_that_cancel,
+        check_a_rank_without_experts,
         check_rows_are_apart,
     ],
 )

@@ -35,9 +35,11 @@ def check(
     segments: Sequence[tuple[int, int]] = SEGMENTS,
     parts: Sequence[int] = (),
     are_views: bool = False,
+    is_spread: bool = False,
     device: torch.device = CPU,
 ) -> None:
-    """`is_part`: the rows of `x` lie in wider ones; `are_views`: parts are those of one tensor.
+    """`is_part`: the rows of `x` lie in wider ones; `are_views`: parts are those of one tensor; `is_spread`: numbers of
+    weight and bias are apart.
 
     The reference computes in float32 on the CPU.
     """
@@ -45,6 +47,9 @@ def check(
     x = torch.randn(220, channels + 20 * is_part).to(device, dtype)[:, 10 * is_part :][:, :channels]
     weight = torch.randn(channels, kernel_size).to(device, dtype)
     bias = torch.randn(channels).to(device, dtype) if has_bias else None
+    if is_spread:
+        weight = weight.t().contiguous().t()
+        bias = None if bias is None else torch.stack([bias, bias], 1)[:, 0]
     windows = torch.randn(len(segments), channels, kernel_size - 1).to(device, dtype)
     before = windows.clone()
     rows = ragged_rows([Segment(start, end, -1, -1) for start, end in segments], device)
@@ -54,7 +59,7 @@ def check(
     assert convolve is not None
     found, after = convolve(x, windows, rows)
     assert [each.shape[1] for each in found] == list(parts or (channels,))
-    assert any(each.is_contiguous() for each in found) != are_views
+    assert any(each.is_contiguous() for each in found if each.numel()) != are_views
     out = torch.cat(list(found), dim=1)
     assert torch.equal(windows, before) and out.dtype == after.dtype == dtype
     of_weight, of_bias = weight.cpu().float(), None if bias is None else bias.cpu().float()
@@ -107,6 +112,9 @@ CASES: dict[str, Callable[[], None]] = {
     "a tensor for each part": partial(check, channels=160, parts=(64, 64, 32)),
     "parts of blocks of 16": partial(check, channels=112, parts=(48, 16, 48), dtype=torch.bfloat16),
     "views of parts": partial(check, channels=70, parts=(20, 20, 30), are_views=True),
+    "a part of no channels": partial(check, channels=48, parts=(0, 16, 32), are_views=True),
+    "numbers of weight and bias apart": partial(check, is_spread=True),
+    "a window longer than a program": partial(check, kernel_size=20, channels=16),
     "two parts": partial(check, channels=64, parts=(32, 32), are_views=True),
     "short convolution": partial(check_op, "short_conv", partial(short_conv, activation="silu")),
     "gated delta net": partial(check_op, "linear_attention", linear_attention, FLA),
