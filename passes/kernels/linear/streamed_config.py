@@ -28,8 +28,8 @@ LONG_SIZE = 3072
 """The least size whose sums are split for up to `SHORT_ROWS` rows of a small weight."""
 
 LONE_ROW_BYTES = 48 * 2**20
-"""The least bytes of a weight for which one row is streamed where no norm is the preceding kernel. Behind attention, an
-output projection of 32 MiB took 10 us longer for it, and a down projection of 56 MiB 7 us less (H100)."""
+"""The bytes of a weight above which one row is streamed where no norm is the preceding kernel. Streamed, an output
+projection of 32 MiB took 10 us longer behind attention, and a down projection of 56 MiB took 7 us less (H100)."""
 
 LONG_ROW = 3584
 """The least numbers of a row of an ungated weight whose tiles are twice as long.
@@ -60,8 +60,8 @@ MIN_FILL = 0.45
 """The least share of the multiprocessors that have a program."""
 
 LAST_FILL = 0.8
-"""The least share of several waves that is full: memory is read at full speed by a last wave that is half empty, but
-not by one of a few programs."""
+"""The least share of the places of several waves that have a program. A last wave that is half empty still reads memory
+at full speed; one of a few programs does not."""
 
 WIDE_FILL = 0.7
 """The least share of multiprocessors for an ungated weight in one part, below which other kernels spread it better."""
@@ -72,9 +72,9 @@ class StreamedConfig:
     """The layout of a streamed linear: the weight is the tensor cores' left operand, and one program has all rows of
     `x`."""
 
-    block_m: int  # rows of `x`, padded: at least eight
-    block_n: int  # lines of the left operand, a multiple of 64
-    num_columns: int  # of the result a program: as many lines are read, and the others are zero
+    block_m: int  # rows of `x`, padded: 16 or more, but 8 for few rows of a large gated weight
+    block_n: int  # lines of the left operand, rows of the weight or zeros: a multiple of 64
+    num_columns: int  # of the result a program; it reads as many lines, of each half if gated, and the rest are zeros
     is_joined: bool = False  # gated: both halves of the weight in one tile, a line each for a column; else a tile each
     block_k: int
     num_stages: int
@@ -96,9 +96,10 @@ def streamed_config(
     """Return the layout for `[num_rows, size] @ [num_columns, size].T`, or None.
 
     None means that another kernel, or the library, is at least as fast in a model's graph. With `is_gated` the weight
-    has twice as many columns. One row is streamed if its weight is not small, and, where neither a norm is ahead
-    (`is_normed`) nor the weight gated, of `LONE_ROW_BYTES`. A row of up to `LONGEST_NORMED` numbers is streamed only if
-    all programs run at once.
+    has twice as many columns; `is_normed` says that a norm is the preceding kernel. One row is streamed if its weight
+    has more than `SMALL_WEIGHT_BYTES`, behind a norm or gated, or more than `LONE_ROW_BYTES` otherwise. Of these, a row
+    of up to `LONGEST_NORMED` numbers, which programs can norm themselves, is streamed only over a weight of up to
+    `MIDDLE_WEIGHT_BYTES`, or a gated one whose programs all run at once.
     """
     if itemsize != 2 or not gpu.can_overlap or num_rows == 0:
         return None
@@ -199,12 +200,12 @@ def streamed_parts_config(
 
 
 def _tiles(size: int, num_stages: int) -> tuple[int, int]:
-    """Numbers of a row in a tile, and stages: twice as many of half the size where that divides a row."""
+    """Numbers of a row in a tile, and stages: 256 where that divides a row, else 128 and twice as many stages."""
     return (256, num_stages) if size % 256 == 0 else (128, 2 * num_stages)
 
 
 def _long_tiles(size: int, num_stages: int) -> tuple[int, int]:
-    """Numbers of a row in a tile of `LONG_TILE`, and stages; those of `_tiles` where that does not divide a row."""
+    """Numbers of a row in a tile, and stages: `LONG_TILE` where that divides a row, else those of `_tiles`."""
     return (LONG_TILE, 3) if size % LONG_TILE == 0 else _tiles(size, num_stages)
 
 
@@ -214,7 +215,10 @@ def _is_joined(num_columns: int, gpu: GpuLimits) -> bool:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of a program: a power of two, 16 or more. Triton 3.6 gives eight to the tensor cores of older GPUs."""
+    """Return the rows of a program: the next power of two, but at least 16.
+
+    Triton 3.6 computes products of eight rows with the instructions of older GPUs.
+    """
     return max(16, 1 << (num_rows - 1).bit_length())
 
 

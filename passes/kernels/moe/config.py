@@ -16,7 +16,7 @@ Up to `num_experts / MATVEC_MAX_SHARE` pairs, few share an expert, and those tha
 """
 
 MOST_ROWS_OF_64 = 128
-"""The most rows of an expert, and half as many again, that are computed 64 at a time.
+"""Blocks have 64 rows as long as 1.5 times an expert's average number of rows is at most this, and 128 above that.
 
 With 128 rows an expert on average (2,048 tokens of Qwen3-30B-A3B) blocks of 64 took 523 us a layer and blocks of 128
 took 451; with 160 (8,192 tokens of Qwen3-Next) they took 1,647 and 1,614 (H200).
@@ -26,11 +26,12 @@ GROUP = 8
 """Blocks of rows that take turns at each block of columns.
 
 A block alone reads all of its expert's weights: 8,192 tokens of Mixtral 8x7B, whose experts are larger than L2, took
-11,294 us a layer in groups of one, 10,030 and 10,230 in groups of 4 and 8, and 10,625 in groups of 64 (H200).
+11,294 us a layer in groups of one, 10,030 and 10,230 in groups of 4 and 8, and 10,625 in groups of 64 (H200). Of 4 and
+8 neither is better everywhere: Qwen3-30B-A3B took 1,304 and 1,270 us.
 """
 
 ROUNDED_BLOCK_M = 64
-"""The fewest rows of a block whose results in bfloat16 are rounded before they are summed: prompts have as many."""
+"""The fewest rows of a block whose results in bfloat16 are rounded before they are summed."""
 
 FLOAT32_BLOCK_K = 16
 """The products of float32 numbers that sorted kernels add one after another before `compensated.py` sums them."""
@@ -60,9 +61,10 @@ class MoeConfig:
     def results_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of an expert's results before those of a token are summed, in a model of `dtype`.
 
-        It is float32, but bfloat16 for prompts in it, as in transformers: their results are hundreds of megabytes,
-        which float32 doubles (8,192 tokens of Qwen3-Next took 2,108 us a layer, and 1,889 with rounded results on an
-        H200). float16 has not the range: results beyond 65,504 may cancel in the sum.
+        It is float32, but in a model of bfloat16 blocks of at least `ROUNDED_BLOCK_M` rows (prompts, and large batches
+        over few experts) round their results, as transformers does: those of a prompt are hundreds of megabytes, which
+        float32 doubles (8,192 tokens of Qwen3-Next took 2,108 us a layer, and 1,889 with rounded results on an H200).
+        float16 has not the range: results beyond 65,504 may cancel in the sum.
         """
         return dtype if dtype == torch.bfloat16 and self.block_m >= ROUNDED_BLOCK_M else torch.float32
 

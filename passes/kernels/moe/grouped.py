@@ -106,7 +106,10 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows, in whole groups, * blocks of SIZE,), in the order of `_place`."""
+    """Compute `inner`. The grid has a program for each block of rows, in whole groups, and each block of columns.
+
+    `_place` gives their order.
+    """
     block, column_block = _place((SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
     column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
@@ -161,7 +164,10 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows, in whole groups, * blocks of HIDDEN,), in the order of `_place`."""
+    """Compute `results`. The grid has a program for each block of rows, in whole groups, and each block of columns.
+
+    `_place` gives their order.
+    """
     block, column_block = _place((HIDDEN + BLOCK_N - 1) // BLOCK_N, GROUP)
     column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)

@@ -25,8 +25,8 @@ def moe_experts(
     `x`'s dtype with any strides; `activation` is a name in `act_mul.ACTIVATIONS`. `num_all_experts` is how many experts
     tokens choose among, those elsewhere included, by which the kernels' layout is chosen; None: those here. Sums
     accumulate in float32. The input of the second product is rounded to `x`'s dtype, and so is the result, after
-    weights and the sum over experts; on a GPU an expert's result for a prompt in bfloat16 is rounded before that sum,
-    too (`MoeConfig.results_dtype`). The result is a new contiguous tensor like `x`.
+    weights and the sum over experts; on a GPU the results of many rows in bfloat16 are rounded before that sum, too
+    (`MoeConfig.results_dtype`). The result is a new contiguous tensor like `x`.
 
     No shape depends on the choice of experts, and nothing waits for the device, so the op can be captured in a CUDA
     graph.

@@ -22,7 +22,7 @@ def conv_prompt_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     windows,  # [num_segments, channels, KERNEL_SIZE - 1]: before the segments
     out,  # [num_rows, channels], or [num_rows, FIRST_END], [num_rows, SECOND_END - FIRST_END] and the rest; written
     after,  # [num_segments, channels, KERNEL_SIZE - 1]: the windows after them
-    rows,  # [num_rows] int64, rows of `x`; those of a segment follow one another
+    rows,  # [num_rows] int64, rows of `x`; those of a segment are consecutive
     cu_seqlens,  # [num_segments + 1] int64
     chunks,  # [num_chunks, 2] int64: each chunk's segment, and its number there
     num_rows,
