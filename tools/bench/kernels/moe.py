@@ -21,6 +21,7 @@ import click
 import torch
 import torch.nn.functional as F
 
+from piecegraph.passes.kernels.common.gpu_limits import limits_of
 from piecegraph.passes.kernels.moe.config import MoeConfig, Tile, moe_config
 from piecegraph.tools.bench.kernels.attention import (
     READ_FLOOR_BYTES_PER_S,
@@ -184,8 +185,9 @@ def _time(name: str, inputs: Inputs, sweep: bool, grouped_mm: bool, jobs: int) -
     expected = _expected(inputs)
     must_read = bytes_to_read(layer, num_tokens, inputs.num_experts_hit, inputs.x.element_size())
     default = moe_config(
-        num_tokens=num_tokens, top_k=layer.top_k, num_experts=layer.num_experts, hidden=layer.hidden, size=layer.size
-    )
+        num_tokens=num_tokens, top_k=layer.top_k, num_experts=layer.num_experts, hidden=layer.hidden, size=layer.size,
+        shared_bytes=limits_of(inputs.x.device).shared_bytes,
+    )  # fmt: skip
 
     def ours(config: MoeConfig) -> Callable[[int], torch.Tensor]:
         def call(copy: int) -> torch.Tensor:
