@@ -52,7 +52,7 @@ lint: $(READY) ## ruff, ruff format, mypy --strict over everything, the rules of
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_house.py tests/test_rooms.py
+	$(BIN)/python -m pytest -q tests/test_house.py tests/test_rooms.py tests/test_pages.py
 
 format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -200,12 +200,12 @@ def streamed_parts_config(
 
 
 def _tiles(size: int, num_stages: int) -> tuple[int, int]:
-    """Numbers of a row in a tile, and stages: 256 where that divides a row, else 128 and twice as many stages."""
+    """Return the numbers of a row in a tile and the stages: 256 if that divides a row, else 128 in twice as many."""
     return (256, num_stages) if size % 256 == 0 else (128, 2 * num_stages)
 
 
 def _long_tiles(size: int, num_stages: int) -> tuple[int, int]:
-    """Numbers of a row in a tile, and stages: `LONG_TILE` where that divides a row, else those of `_tiles`."""
+    """Return the numbers of a row in a tile and the stages: `LONG_TILE` if that divides a row, else as `_tiles`."""
     return (LONG_TILE, 3) if size % LONG_TILE == 0 else _tiles(size, num_stages)
 
 
@@ -223,7 +223,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def _fits(config: StreamedConfig, num_columns: int, size: int, gpu: GpuLimits, *, is_gated: bool) -> bool:
-    """Whole tiles, programs that fill their waves, and shared memory for what is on its way."""
+    """Return whether tiles are whole, programs fill their waves, and shared memory has room for what is on its way."""
     if size % config.block_k or size < MIN_TILES * config.block_k or num_columns % 16:
         return False
     tile_bytes = config.block_n * config.block_k * 2 * (2 if is_gated and not config.is_joined else 1)

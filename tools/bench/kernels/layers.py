@@ -55,7 +55,9 @@ class Row:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--model", type=click.Choice((*MODELS, "llama-70b")), default="qwen3-0.6b")
-@click.option("--shard-of", "num_ranks", type=click.IntRange(1, 8), default=1, help="The share of one rank.")
+@click.option(
+    "--shard-of", "num_ranks", type=click.IntRange(1, 8), default=1, help="Time the share of one of these ranks."
+)
 @click.option("--batch", default="1,8,32,128,256", help="Comma-separated numbers of requests.")
 @click.option("--context", default=580, help="Tokens of each request, the new one included.")
 @click.option("--layers", type=int, help="Of the chain; the model's own number if not given.")

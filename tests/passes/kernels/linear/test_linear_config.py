@@ -64,6 +64,12 @@ def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size
         assert halves * found.block_n * found.block_k // (32 * found.num_warps) <= 128
 
 
+def test_a_program_of_one_row_has_fewer_columns_where_a_small_weight_makes_programs_enough() -> None:
+    """Up to 8 MiB, 2,048 columns of 2,048 numbers, a program has four columns."""
+    layouts = [config(1, num_columns, 2048, is_gated=False) for num_columns in (1024, 2048, 2064, 4096)]
+    assert [layout.block_n for layout in layouts if isinstance(layout, LinearConfig)] == [4, 4, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("num_columns", "size", "is_gated", "is_apart"),
     [

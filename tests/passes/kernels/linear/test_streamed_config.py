@@ -55,6 +55,9 @@ def test_gated_linears(num_columns: int, size: int) -> None:
         assert config is not None and rows <= config.block_m and config.num_parts == 1
         assert config.num_columns == config.block_n // (2 if config.is_joined else 1)
         assert config.is_joined == (is_joined and rows <= MAX_ROWS)
+        if is_first and config.is_joined:  # tiles leave room for a second program only if there is one
+            is_alone = 2 * shared_bytes(config, 1) > H200.shared_bytes
+            assert is_alone == (-(-num_columns // 32) <= H200.num_sms)
         assert config.block_n >= 16 * config.num_warps and size % config.block_k == 0
         assert shared_bytes(config, 1 if config.is_joined else 2) <= H200.shared_bytes
 

@@ -34,7 +34,7 @@ def test_a_block_of_rows_holds_what_most_experts_get() -> None:
 
 
 def test_results_in_bfloat16_are_rounded_before_they_are_summed_where_prompts_make_many() -> None:
-    """Those in float16 are not: two that overflow may cancel."""
+    """Results in float16 are not rounded, since two that overflow may cancel."""
     layouts = [config(tokens, QWEN3) for tokens in (1, 8, 256, 512, 4096)]
     wide, narrow = [torch.float32], [torch.bfloat16]
     assert [layout.results_dtype(torch.bfloat16) for layout in layouts] == wide * 3 + narrow * 2
