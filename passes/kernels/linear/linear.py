@@ -80,6 +80,7 @@ def linear_on_gpu(
                 "BLOCK_N": config.block_n,
                 "BLOCK_K": config.block_k,
                 "STAGES": config.num_stages,
+                "AHEAD": config.num_ahead,
                 "ACTIVATION": activation,
             },
             num_warps=config.num_warps,
@@ -160,10 +161,11 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # numbers of each row of the weight that are asked for before the wait; 0: all of them
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (column blocks, row blocks). Weights are asked for before the wait: they are in L2 when it is over."""
+    """Grid: (column blocks, row blocks). Weights asked for before the wait are in L2 when it is over."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.arange(0, BLOCK_K)
@@ -173,8 +175,9 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     to_other = num_columns.to(tl.int64) * size
     if OVERLAP:
         gdc_launch_dependents()
-        line = tl.arange(0, 16) * 64  # 128 bytes
-        for start in range(0, size, 1024):
+        AT_ONCE: tl.constexpr = AHEAD if AHEAD else 1024
+        line = tl.arange(0, AT_ONCE // 64) * 64  # 128 bytes
+        for start in range(0, AHEAD if AHEAD else size, AT_ONCE):
             ahead = weight + first + tl.minimum(start + line, size - 1)[None, :]
             prefetch(ahead)
             if ACTIVATION != "":
@@ -185,11 +188,11 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     other_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
-        w = tl.load(weights + start, mask=is_column[:, None], other=0.0)
+        w = tl.load(weights + start)
         v = tl.load(values + start, mask=is_row[:, None], other=0.0)
         total = tl.dot(v, tl.trans(w), total)
         if ACTIVATION != "":
-            u = tl.load(weights + to_other + start, mask=is_column[:, None], other=0.0)
+            u = tl.load(weights + to_other + start)
             other_total = tl.dot(v, tl.trans(u), other_total)
     if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from piecegraph.passes.kernels.common.gpu_limits import MIDDLE_WEIGHT_BYTES, SMALL_WEIGHT_BYTES, GpuLimits
-from piecegraph.passes.kernels.linear.streamed_config import LONGEST_NORMED, StreamedConfig, streamed_config
+from piecegraph.passes.kernels.linear.streamed_config import LONGEST_NORMED, MAX_ROWS, StreamedConfig, streamed_config
 
 MATVEC_ROWS = 2
 """The most rows for which a dot product on ordinary cores pays off; with four rows it computes longer than it reads."""
@@ -47,6 +47,29 @@ NORMED_WEIGHT_BYTES = 128 * 2**20
 """The most bytes of an ungated weight for which each program norms the one row. A head has tens of thousands of
 programs, and took 35 us longer for it (Qwen3-0.6B)."""
 
+WAVE_ROWS = 2 * BLOCK_M
+"""The most rows of a large weight that one wave of programs, each with all rows, reads at least as fast as the library.
+
+The library's kernels start when the preceding one has ended; ours have asked for their first tiles by then. A layer of
+Llama-8B took 220.3 us at 128 rows where the library's linears took 232.6, 210.1 and 223.1 at 112, 191.0 and 199.0 at
+72; with 64 rows 173.1 and 181.6 (H200).
+"""
+
+WAVE_COLUMNS = 64
+"""The columns of such a program; of a gated weight twice as many, if these are programs enough."""
+
+WAVE_SHARED_BYTES = 192 * 2**10
+"""The shared memory of such a program, which has a multiprocessor to itself."""
+
+WAVE_FILL = 0.7
+"""The least share of the multiprocessors that such programs take: 96 of 132 gained, and 80 lost."""
+
+GATED_WAVE_FILL = 0.8
+"""The same for a gated weight: 112 of 132 gained, and 96 lost."""
+
+WAVE_AHEAD = 4
+"""The tiles that such a program asks for before the wait; with 8 or none it took longer."""
+
 SIZE_MULTIPLE = 64
 """The number of which a row's size must be a multiple. Tiles are this wide, or twice as wide where that divides the
 size."""
@@ -61,6 +84,7 @@ class LinearConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    num_ahead: int = 0  # numbers of each row of the weight that a matmul asks for before the wait; 0: all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +129,7 @@ def linear_config(
     if num_rows == 1:
         return _row_config(size, weight_bytes, is_gated=is_gated)
     if weight_bytes > SMALL_WEIGHT_BYTES:
-        return None
+        return _wave_config(num_rows, num_columns, size, weight_bytes, is_gated=is_gated, gpu=gpu)
     if num_rows <= SLICED_ROWS:
         sliced = _sliced_config(num_columns, size, is_gated=is_gated, gpu=gpu)
         if sliced is not None:
@@ -160,6 +184,35 @@ def _row_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig
     else:
         block_n, block_k, num_warps = 8, 2048, 8
     return LinearConfig(block_m=0, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=1)
+
+
+def _wave_config(
+    num_rows: int, num_columns: int, size: int, weight_bytes: int, *, is_gated: bool, gpu: GpuLimits
+) -> LinearConfig | None:
+    """Return the layout for dozens of rows of a large weight, of which each program has all rows, or None.
+
+    None means that the library is as fast: in the order of the conditions, because kernels do not overlap, because rows
+    are few or many, and because a program would read more of `x` than it gains by its early start.
+    """
+    if not gpu.can_overlap or gpu.shared_bytes < WAVE_SHARED_BYTES or not MAX_ROWS < num_rows <= WAVE_ROWS:
+        return None
+    block_m, block_k = wave_tile(num_rows)
+    for block_n in (2 * WAVE_COLUMNS, WAVE_COLUMNS) if is_gated and num_rows > BLOCK_M else (WAVE_COLUMNS,):
+        if block_n == WAVE_COLUMNS and weight_bytes > MIDDLE_WEIGHT_BYTES:
+            continue
+        fill = -(-num_columns // block_n) / gpu.num_sms
+        if size % block_k == 0 and (GATED_WAVE_FILL if is_gated else WAVE_FILL) <= fill <= 1:
+            num_stages = WAVE_SHARED_BYTES // ((block_m + block_n * (2 if is_gated else 1)) * block_k * 2)
+            return LinearConfig(
+                block_m=block_m, block_n=block_n, block_k=block_k, num_warps=block_m // 16, num_stages=num_stages,
+                num_ahead=WAVE_AHEAD * block_k,
+            )  # fmt: skip
+    return None
+
+
+def wave_tile(num_rows: int) -> tuple[int, int]:
+    """Return the rows of a program that has all `num_rows`, up to `WAVE_ROWS`, and the numbers of a row in a tile."""
+    return (BLOCK_M, 128) if num_rows <= BLOCK_M else (WAVE_ROWS, 64)
 
 
 def _matmul_config(

@@ -34,6 +34,7 @@ def split_linear_on_gpu(
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "STAGES": config.num_stages,
+            "AHEAD": config.num_ahead,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -55,6 +56,7 @@ def split_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # tiles of the part that are asked for before the wait; 0: all of them
     OVERLAP: tl.constexpr,
 ):
     """Grid: (column blocks, parts, row blocks). Weights are asked for before the wait."""
@@ -68,7 +70,7 @@ def split_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if OVERLAP:
         gdc_launch_dependents()
         lines = weight + column[:, None].to(tl.int64) * size + part * num_tiles * BLOCK_K
-        for tile in range(num_tiles):
+        for tile in range(tl.minimum(AHEAD, num_tiles) if AHEAD else num_tiles):
             prefetch(lines + tile * BLOCK_K + (tl.arange(0, BLOCK_K // 64) * 64)[None, :])  # of 128 bytes
         gdc_wait()
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

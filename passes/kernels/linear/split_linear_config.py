@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from piecegraph.passes.kernels.common.gpu_limits import SMALL_WEIGHT_BYTES, GpuLimits
-from piecegraph.passes.kernels.linear.linear_config import SLICED_ROWS
+from piecegraph.passes.kernels.linear.linear_config import (
+    SLICED_ROWS,
+    WAVE_AHEAD,
+    WAVE_COLUMNS,
+    WAVE_FILL,
+    WAVE_ROWS,
+    WAVE_SHARED_BYTES,
+    wave_tile,
+)
+from piecegraph.passes.kernels.linear.streamed_config import MAX_ROWS as MAX_STREAMED_ROWS
 
 MAX_ROWS = 256
 """The most rows for which sums are split; more rows make enough programs without a split."""
@@ -24,6 +33,9 @@ NARROW_BYTES = 20 * 2**20
 """The most bytes of rows that narrow column blocks may read in total, since each column of programs reads them once.
 Beyond that, blocks are wide."""
 
+LARGEST_BYTES = 128 * 2**20
+"""The most bytes of a weight that is split for one wave of programs with all rows each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
@@ -34,6 +46,7 @@ class SplitConfig:
     num_tiles: int  # of a part, `block_k` numbers each
     num_warps: int = 4
     num_stages: int = NUM_STAGES
+    num_ahead: int = 0  # tiles that are asked for before the wait; 0: all of the part
 
 
 @lru_cache(maxsize=4096)
@@ -42,7 +55,7 @@ def split_config(num_rows: int, num_columns: int, size: int, *, itemsize: int, g
     if not SLICED_ROWS < num_rows <= MAX_ROWS or itemsize != 2 or size % BLOCK_K or num_columns % 64:
         return None
     if num_columns * size * itemsize > SMALL_WEIGHT_BYTES:
-        return None
+        return _wave_config(num_rows, num_columns, size, num_columns * size * itemsize, gpu)
     tiles = size // BLOCK_K
     is_narrow = num_columns // 32 * num_rows * size * itemsize <= NARROW_BYTES
     for block_n in (32, 64) if is_narrow else (64,):
@@ -60,4 +73,25 @@ def split_config(num_rows: int, num_columns: int, size: int, *, itemsize: int, g
                     num_tiles=tiles // parts,
                     num_stages=num_stages,
                 )
+    return None
+
+
+def _wave_config(num_rows: int, num_columns: int, size: int, weight_bytes: int, gpu: GpuLimits) -> SplitConfig | None:
+    """Return the layout for dozens of rows of a large weight, of which each program has all rows, or None.
+
+    `linear_config.py` says what such a wave of programs is worth.
+    """
+    if not gpu.can_overlap or gpu.shared_bytes < WAVE_SHARED_BYTES or weight_bytes > LARGEST_BYTES:
+        return None
+    if not MAX_STREAMED_ROWS < num_rows <= WAVE_ROWS:
+        return None
+    block_m, block_k = wave_tile(num_rows)
+    tiles, programs = size // block_k, num_columns // WAVE_COLUMNS
+    for parts in range(min(gpu.num_sms // programs, tiles // MIN_TILES), 1, -1):
+        if tiles % parts == 0 and programs * parts >= WAVE_FILL * gpu.num_sms:
+            return SplitConfig(
+                block_m=block_m, block_n=WAVE_COLUMNS, block_k=block_k, num_parts=parts, num_tiles=tiles // parts,
+                num_warps=block_m // 16, num_stages=WAVE_SHARED_BYTES // ((block_m + WAVE_COLUMNS) * block_k * 2),
+                num_ahead=WAVE_AHEAD,
+            )  # fmt: skip
     return None

@@ -47,6 +47,9 @@ STREAMED += [(rows, columns, size) for rows in (9, 13, 16) for columns in (4480,
 STREAMED += [(rows, 17408, 2048) for rows in (16, 32, 33, 64)] + [(rows, 27136, 1280) for rows in (2, 8)]
 """Gated: large weights, and smaller ones."""
 
+WAVES = [(rows, *weight) for rows in (33, 70, 128) for weight in ((6144, 4096), (6160, 4096), (28672, 2048))]
+"""Dozens of rows of weights that are one wave of programs, without an activation or with one."""
+
 
 def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
     rows, columns, size = shape
@@ -85,14 +88,14 @@ def test_it_is_no_less_exact_than_torch(dtype: torch.dtype, shapes: list[tuple[i
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *MIDDLE, *SLICED, *STREAMED], dtype, "cuda")
+    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *MIDDLE, *SLICED, *STREAMED, *WAVES], dtype, "cuda")
 
 
 def test_those_shapes_take_every_kernel_and_the_library() -> None:
     """The shapes of the tests before cover every kernel and the library: on an H200, with an activation and without."""
     taken = {"matvec": 0, "sliced": 0, "streamed": 0, "matmul": 0, "library": 0}
     block_ns: set[tuple[object, int]] = set()
-    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *MIDDLE, *SLICED, *STREAMED]:
+    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *MIDDLE, *SLICED, *STREAMED, *WAVES]:
         for is_gated in (False, True):
             config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, gpu=H200)
             if config is None:
@@ -109,7 +112,8 @@ def test_those_shapes_take_every_kernel_and_the_library() -> None:
     assert min(taken.values()) >= 30, taken
     sliced = {("sliced", block_n) for block_n in (8, 16, 32)}
     streamed = {("streamed", block_m) for block_m in (8, 16, 32, 64)}
-    assert block_ns == {(0, 1), (0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced | streamed
+    blocks = {(0, 1), (0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (64, 64), (128, 32), (128, 64), (128, 128)}
+    assert block_ns == blocks | sliced | streamed
 
 
 @pytest.mark.parametrize("bias", [True, False])

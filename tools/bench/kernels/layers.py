@@ -8,6 +8,7 @@ is not; `linear`, `attention` and the tests check those.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from piecegraph.tools.bench.kernels.attention import (
 )
 from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 from piecegraph.tools.bench.kernels.layer_chain import LayerChain, LayerShape, Layouts, is_in_parts
-from piecegraph.tools.bench.kernels.linear import MODELS, SHARED_BYTES, linears_of, setting, streamed_layouts
+from piecegraph.tools.bench.kernels.linear import MODELS, SHARED_BYTES, Linear, linears_of, setting, streamed_layouts
 from piecegraph.tools.bench.kernels.linear import layouts as layouts_of
 
 SWEPT = ("attention", "qkv", "output", "gate_up", "down")
@@ -159,8 +160,10 @@ def linear_layouts(model: str, name: str, batch: int, num_ranks: int = 1) -> lis
     found: list[Config | SplitConfig] = list(layouts_of(linear, batch))
     if num_ranks > 1:
         return [*found, *(streamed_layouts(linear, batch) if batch == 1 else [])]
-    if linear.follows_norm or batch > MAX_ROWS:
+    if linear.follows_norm:
         return found
+    if batch > MAX_ROWS:
+        return [*found, *split_layouts(linear, batch)]
     padded = padded_rows(batch)
     for block_k, stages, parts in (
         (k, s, p) for k in (64, 128, 256, 512) for s in (2, 3, 4, 6, 8) for p in (2, 3, 4, 6, 7, 8)
@@ -175,9 +178,30 @@ def linear_layouts(model: str, name: str, batch: int, num_ranks: int = 1) -> lis
     return found
 
 
+def split_layouts(linear: Linear, batch: int) -> list[SplitConfig]:
+    """Return layouts of split sums for dozens of rows, with as many tiles on their way as shared memory has room for."""
+    found: list[SplitConfig] = []
+    for block_n, block_k, parts in itertools.product((32, 64, 128), (64, 128), (2, 3, 4, 6, 7, 8)):
+        if linear.size % (block_k * parts) or linear.num_columns % block_n:
+            continue
+        for block_m in {64, 64 if batch <= 64 else 128}:
+            for programs in (1, 2):  # a multiprocessor
+                num_stages = min(10, SHARED_BYTES // programs // ((block_m + block_n) * block_k * 2))
+                if num_stages >= 2:
+                    found.append(
+                        SplitConfig(
+                            block_m=block_m, block_n=block_n, block_k=block_k, num_parts=parts,
+                            num_tiles=linear.size // block_k // parts, num_warps=block_m // 16, num_stages=num_stages,
+                            num_ahead=min(4, linear.size // block_k // parts),
+                        )
+                    )
+    return found
+
+
 def linear_setting(layout: Config | SplitConfig) -> str:
     if isinstance(layout, SplitConfig):
-        return f"m={layout.block_m} n={layout.block_n} k={layout.block_k} {layout.num_stages}s parts={layout.num_parts}"
+        tile = f"m={layout.block_m} n={layout.block_n} k={layout.block_k} {layout.num_warps}w {layout.num_stages}s"
+        return tile + (f" ahead={layout.num_ahead}" if layout.num_ahead else "") + f" parts={layout.num_parts}"
     return setting(layout) + (
         f" parts={layout.num_parts}" if isinstance(layout, StreamedConfig) and is_in_parts(layout) else ""
     )

@@ -21,10 +21,11 @@ import click
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.kernels.common.gpu_limits import gpu_limits
+from piecegraph.passes.kernels.common.gpu_limits import SMALL_WEIGHT_BYTES, gpu_limits
 from piecegraph.passes.kernels.linear.linear_config import (
     NUM_SLICES,
     SLICED_ROWS,
+    WAVE_AHEAD,
     Config,
     LinearConfig,
     SlicedConfig,
@@ -290,7 +291,8 @@ def setting(config: Config) -> str:
         return f"m={config.block_m} n={columns} k={config.block_k} {config.num_warps}w {config.num_stages}s"
     if isinstance(config, SlicedConfig):
         return f"n={config.block_n} k={config.num_slices}x{config.block_k} held {config.num_held} of {config.num_tiles}"
-    return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
+    ahead = f" ahead={config.num_ahead}" if config.num_ahead else ""
+    return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s{ahead}"
 
 
 def layouts(linear: Linear, num_rows: int) -> list[Config]:
@@ -320,9 +322,13 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
         found += streamed_layouts(linear, num_rows)
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
-        blocks = itertools.product({tallest, min(tallest, 64)}, (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6))
+        blocks = itertools.product({tallest, min(tallest, 64)}, (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6, 8))
+        is_large = linear.weight_bytes > SMALL_WEIGHT_BYTES  # L2 has no room for all of it
         found += [
-            LinearConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
+            LinearConfig(
+                block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
+                num_ahead=WAVE_AHEAD * block_k if is_large else 0,
+            )  # fmt: skip
             for block_m, block_n, block_k, warps, stages in blocks
             if linear.size % block_k == 0
             and block_m * block_n * num_halves <= 32 * warps * 128

@@ -32,9 +32,11 @@ def config(
         (1024, 2048, False, 128),  # its output projection: half the programs, so twice the rows in one wave
         (3072, 1024, True, 256),  # gate and up: the library's activation is a kernel more
         (1024, 3072, False, 128),
-        (4096, 4096, False, 32),  # Llama-8B's output projection: 32 MiB
-        (6144, 4096, False, 32),
-        (14336, 4096, True, 64),  # gate and up of Llama-8B
+        (4096, 4096, False, 32),  # Llama-8B's output projection, which takes parts from 33 rows on: 32 MiB
+        (6144, 4096, False, 128),
+        (14336, 4096, True, 128),  # gate and up of Llama-8B
+        (12288, 4096, True, 64),  # of Qwen3-8B: too few programs for more rows
+        (8192, 2048, True, 128),  # of Llama-1B
         (151936, 1024, False, 1),
     ],
 )
@@ -134,7 +136,50 @@ def test_many_rows_take_taller_blocks() -> None:
     for rows, layout in ((64, (64, 32, 128)), (128, (128, 32, 64)), (256, (128, 64, 64))):
         found = config(rows, 4096, 1024)
         assert isinstance(found, LinearConfig) and (found.block_m, found.block_n, found.block_k) == layout
-    assert config(128, 8192, 1024, is_gated=True) is None  # two waves
+    assert config(128, 9216, 1024, is_gated=True) is None  # two waves
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "size", "is_gated", "layout"),
+    [
+        (64, 6144, 4096, False, (64, 64, 128, 4, 6)),
+        (65, 6144, 4096, False, (128, 64, 64, 8, 8)),
+        (128, 14336, 4096, True, (128, 128, 64, 8, 4)),  # gate and up of Llama-8B
+        (128, 14336, 8192, True, (128, 128, 64, 8, 4)),  # of one of two ranks of Llama-70B
+        (128, 8192, 2048, True, (128, 64, 64, 8, 6)),  # of Llama-1B: with 128 columns half as many programs
+        (64, 8192, 2048, True, (64, 64, 128, 4, 4)),
+        (128, 6144, 2560, False, (128, 64, 64, 8, 8)),  # query, key and value of Qwen3-4B
+        (128, 6160, 4096, False, (128, 64, 64, 8, 8)),  # a last program of 16 columns
+    ],
+)
+def test_dozens_of_rows_of_large_weights_are_one_wave(
+    num_rows: int, num_columns: int, size: int, is_gated: bool, layout: tuple[int, int, int, int, int]
+) -> None:
+    """Each program has all rows and a multiprocessor's shared memory; four tiles are asked for before the wait."""
+    found = config(num_rows, num_columns, size, is_gated=is_gated)
+    assert isinstance(found, LinearConfig)
+    assert (found.block_m, found.block_n, found.block_k, found.num_warps, found.num_stages) == layout
+    assert found.num_ahead == 4 * found.block_k <= size
+    tile_bytes = (found.block_m + found.block_n * (2 if is_gated else 1)) * found.block_k * 2
+    assert H200.shared_bytes // 2 < found.num_stages * tile_bytes <= H200.shared_bytes
+    assert 0.7 * H200.num_sms <= -(-num_columns // found.block_n) <= H200.num_sms
+    for gpu in (RTX_4090, GpuLimits(num_sms=132, shared_bytes=160 * 2**10, can_overlap=True)):
+        assert config(num_rows, num_columns, size, is_gated=is_gated, gpu=gpu) is None
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "size", "is_gated"),
+    [
+        (129, 6144, 4096, False),
+        (128, 5120, 8192, False),  # a rank of Llama-70B: 80 programs
+        (128, 8192, 14336, False),  # its down projection: `x` would take longer to read than the weight
+        (128, 7168, 8192, True),  # gate and up of one of four: 112 programs only with 64 columns each
+        (128, 17408, 5120, True),  # of Qwen3-14B: more than one wave
+        (128, 6144, 4128, False),  # no whole tiles
+    ],
+)
+def test_what_the_library_keeps(num_rows: int, num_columns: int, size: int, is_gated: bool) -> None:
+    assert config(num_rows, num_columns, size, is_gated=is_gated) is None
 
 
 def test_which_kernel_depends_on_the_rows() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.compiled_for_gpu import compile_for_gpu
+from tests.gpus import H200
 from tests.graph_replays import assert_replays_equal
 from tests.interpreter import interpreted
 
@@ -30,16 +31,22 @@ def test_the_interpreted_kernel_equals_the_reference() -> None:
     interpreted(check_interpreted)
 
 
-@pytest.mark.parametrize("block_n", [32, 64])
-def test_it_compiles_for_a_gpu(block_n: int) -> None:
+@pytest.mark.parametrize(("columns", "size", "rows"), [(1024, 2048, 17), (1024, 3072, 128), (4096, 14336, 128)])
+def test_it_compiles_for_a_gpu(columns: int, size: int, rows: int) -> None:
+    """With narrow blocks, wide ones, and all rows of a large weight."""
     from piecegraph.passes.kernels.linear.split_linear import split_kernel
+    from piecegraph.passes.kernels.linear.split_linear_config import split_config
 
+    config = split_config(rows, columns, size, itemsize=2, gpu=H200)
+    assert config is not None
     short = torch.empty(0, dtype=torch.bfloat16)
     arguments = {
-        "x": short, "weight": short, "parts": torch.empty(0), "num_columns": 1024, "size": 3072, "num_rows": 128,
-        "num_tiles": 6, "BLOCK_M": 64, "BLOCK_N": block_n, "BLOCK_K": 128, "STAGES": 5, "OVERLAP": True,
+        "x": short, "weight": short, "parts": torch.empty(0), "num_columns": columns, "size": size, "num_rows": rows,
+        "num_tiles": config.num_tiles, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages, "AHEAD": config.num_ahead, "OVERLAP": True,
     }  # fmt: skip
-    compile_for_gpu(split_kernel, arguments, {"num_warps": 4, "num_stages": 5, "launch_pdl": True})
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": True}
+    compile_for_gpu(split_kernel, arguments, options)
 
 
 @pytest.mark.gpu
@@ -59,3 +66,32 @@ def test_a_chain_in_a_graph_is_what_it_is_outside() -> None:
             return [x]
 
         assert_replays_equal(chain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [33, 64, 65, 100, 128])
+def test_large_weights_in_a_graph_are_what_they_are_outside(num_rows: int) -> None:
+    """And near the linear and the norm in float64."""
+    from piecegraph.passes.ops.norm_linear import linear_add_norm_linear
+
+    torch.manual_seed(0)
+    shapes = ((2048, 8192), (8192, 2048), (4096, 4096), (6144, 4096))
+    down, up, output, qkv = ((torch.randn(*shape, device="cuda") / 64).bfloat16() for shape in shapes)
+    for before, behind in ((down, up), (output, qkv)):
+        x = torch.randn(num_rows, before.shape[1], device="cuda").bfloat16()
+        residual = torch.randn(num_rows, before.shape[0], device="cuda").bfloat16()
+
+        def chain(
+            x: torch.Tensor = x, residual: torch.Tensor = residual, pair: tuple[torch.Tensor, ...] = (before, behind)
+        ) -> list[torch.Tensor]:
+            for _ in range(4):
+                y, residual = linear_add_norm_linear(x, pair[0], None, residual, None, 1e-6, 0.0, pair[1], None, "")
+                x = y[:, : x.shape[1]].contiguous()
+            return [y, residual]
+
+        assert_replays_equal(chain)
+        y, total = linear_add_norm_linear(x, before, None, residual, None, 1e-6, 0.0, behind, None, "")
+        wanted = x.double() @ before.double().T + residual.double()
+        normed = wanted * torch.rsqrt(wanted.square().mean(-1, keepdim=True) + 1e-6)
+        for found, exact in ((total, wanted), (y, normed @ behind.double().T)):
+            assert float((found - exact).norm() / exact.norm()) < 6e-3

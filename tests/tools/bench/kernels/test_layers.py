@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -28,18 +30,20 @@ def test_shapes_are_those_of_bench_linear() -> None:
     assert LayerShape.of("qwen3-0.6b").kv_bytes(8, 580) == 8 * 580 * 2 * 8 * 128 * 2
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8, 16, 32, 64])
+@pytest.mark.parametrize("batch", [1, 2, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-8b"])
 def test_a_sweep_has_parts_where_a_norm_follows(model: str, batch: int) -> None:
-    """The default layout is among them, where that is streamed; all layouts differ in their text."""
+    """The default layout is among them, where it is streamed or of a large weight; all layouts differ in their text."""
     for linear in linears_of(model)[:4]:
         found = linear_layouts(model, linear.name, batch)
         assert len(set(found)) == len(found) == len({linear_setting(each) for each in found})
         in_parts = [each for each in found if is_in_parts(each)]
-        assert bool(in_parts) == (not linear.follows_norm and batch <= 32)
+        assert bool(in_parts) == (not linear.follows_norm)
         taken = parts_config(batch, linear.num_columns, linear.size, itemsize=2, gpu=H200)
-        if not linear.follows_norm and taken is not None and batch <= 32:
-            assert taken in in_parts
+        if not linear.follows_norm and taken is not None and (batch <= 32 or model == "llama-8b"):
+            assert any(taken in (each, dataclasses.replace(each, num_stages=taken.num_stages)) for each in in_parts), (
+                taken
+            )
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -11,6 +11,7 @@ from piecegraph.runner.attention.triton.layouts.decode_config import (
     ALONE_SPLITS,
     FULL,
     LONGEST_PART,
+    MANY_ALONE_SPLITS,
     MAX_HEADS_PER_PROGRAM,
     SPLIT_BOUNDS,
     WORKSPACE_BYTES,
@@ -66,6 +67,23 @@ def test_few_requests_are_split_until_the_gpu_is_full() -> None:
     assert splits == sorted(splits, reverse=True)
     assert splits[0] * num_head_blocks(shape) >= 132
     assert splits[-1] == 1
+
+
+def test_one_request_has_smaller_tiles_where_its_parts_fill_the_gpu() -> None:
+    """Of eight head blocks 16 parts are 128 programs; of four they are half as many, and each has a larger tile."""
+    for num_kv_heads, num_reqs, block_n, few_splits in (
+        (8, 1, 64, MANY_ALONE_SPLITS),
+        (4, 2, 64, MANY_ALONE_SPLITS),
+        (4, 1, 128, ALONE_SPLITS),
+    ):
+        shape = HeadShape(
+            num_q_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, key_dim=128, value_dim=128, dtype=torch.bfloat16
+        )
+        config = decode_config(shape, num_reqs=num_reqs, max_len=9000, num_sms=132, shared_bytes=232448)
+        assert (config.block_n, config.few_splits, config.min_split_len) == (block_n, few_splits, 1024)
+        assert config.num_splits == 2 * 132 // (num_reqs * num_kv_heads)
+        short = decode_config(shape, num_reqs=num_reqs, max_len=256, num_sms=132, shared_bytes=232448)
+        assert short.num_splits == short.few_splits == 256 // block_n
 
 
 def test_a_long_request_is_split_in_any_batch() -> None:
@@ -151,12 +169,12 @@ def test_a_long_request_of_few_has_more_parts() -> None:
     assert (config.few_splits, config.num_splits, config.min_split_len) == (2, 5, LONGEST_PART)
 
 
-def test_a_request_alone_takes_larger_tiles_in_few_parts_where_they_fit() -> None:
-    """Nine parts however short, then parts that are worth a program; smaller GPUs, and more requests, as before."""
+def test_a_request_alone_takes_a_tiling_of_its_own_where_that_fits() -> None:
+    """Some parts however short, then parts that are worth a program; smaller GPUs, and more requests, as before."""
     shape, shared = SHAPES[0], ALONE_SHARED_BYTES
     alone = decode_config(shape, num_reqs=1, max_len=40_960, num_sms=132, shared_bytes=shared)
-    assert (alone.block_n, alone.few_splits, alone.min_split_len) == (128, ALONE_SPLITS, ALONE_SPLIT_LEN)
+    assert (alone.block_n, alone.few_splits, alone.min_split_len) == (64, MANY_ALONE_SPLITS, ALONE_SPLIT_LEN)
     for num_reqs, shared_bytes in ((1, shared - 1), (2, shared)):
         other = decode_config(shape, num_reqs=num_reqs, max_len=40_960, num_sms=132, shared_bytes=shared_bytes)
         assert (other.block_n, other.min_split_len) == (64, LONGEST_PART)
-    assert decode_config(shape, num_reqs=1, max_len=200, num_sms=132, shared_bytes=shared).few_splits == 2
+    assert decode_config(shape, num_reqs=1, max_len=200, num_sms=132, shared_bytes=shared).few_splits == 4
