@@ -6,6 +6,7 @@ Triton compiles a kernel at its first launch: without this, inside the first cap
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from torch import fx
 from piecegraph.compiler.common.split_ops import op_name
 from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.passes.matching.torch_ir import value_of
+from piecegraph.passes.ops.collectives import ALL_REDUCE_ADD_NORM_LINEAR, norm_and_linear
 from piecegraph.passes.ops.op_types import OpOverload
 from piecegraph.passes.ops.quantised.rounded_norms import WITHOUT_SUM
 
@@ -54,11 +56,12 @@ def precompile_launches(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool])
         op = WITHOUT_SUM.get(node.target, node.target)  # no rank may start a sum alone
         if not isinstance(op, OpOverload) or op._schema.is_mutable:
             continue
-        kind = (op, str(fx.map_arg((node.args, node.kwargs), _kind)))
-        for rows in ROWS:
+        calls = (op, norm_and_linear) if node.target is ALL_REDUCE_ADD_NORM_LINEAR else (op,)
+        kind = str(fx.map_arg((node.args, node.kwargs), _kind))
+        for call, rows in itertools.product(calls, ROWS):
             if _num_bytes(node, rows) > (MAX_BYTES_OF_MANY_ROWS if rows == MANY_ROWS else MAX_BYTES):
                 continue  # for example logits: a library computes so many rows of a large weight
-            launches.setdefault((*kind, rows), partial(_launch, op, node.args, node.kwargs, rows))
+            launches.setdefault((call, kind, rows), partial(_launch, call, node.args, node.kwargs, rows))
     return list(launches.values())
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from piecegraph.passes.ops.library import define_op
+from piecegraph.passes.ops.linear import linear
 from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, add_norm_linear
 from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, add_rms_norm
 
@@ -39,6 +40,14 @@ class Group(Protocol):
 
     def all_reduce_in_place(self, x: torch.Tensor) -> None:
         """Replace `x`, which is contiguous, by what `all_reduce` returns."""
+
+    def add_up_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)` if the group has a kernel for all of it.
+
+        Both results are new and contiguous. All ranks have the kernel for a shape and dtype, or none has it.
+        """
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` of all ranks, joined in the last dim in the order of ranks."""
@@ -86,18 +95,52 @@ def all_reduce_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)`; `x` is overwritten.
 
-    `x` and `residual` are of one shape and dtype; both results are new and contiguous, and the bits are those of the
-    separate ops.
+    `x` and `residual` are of one shape and dtype; both results are new and contiguous. The bits are those of the
+    separate ops, but for the last one of a norm where the group has one kernel for all: it adds squares in another
+    order.
     """
-    return add_rms_norm(summed(x), residual, weight, eps, offset)
+    found = _current().add_up_and_norm(x, residual, weight, eps, offset)
+    return add_rms_norm(summed(x), residual, weight, eps, offset) if found is None else found
 
 
-def all_reduce_add_norm_linear(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `add_norm_linear(all_reduce(x), *others)`; `x` is overwritten.
+def all_reduce_add_norm_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_norm_linear(all_reduce(x), residual, ...)`; `x` is overwritten.
 
-    Both results are new and contiguous, and the bits are those of the separate ops.
+    Both results are new and contiguous; the bits are those of the separate ops, but where `all_reduce_add_rms_norm`
+    says otherwise.
     """
-    return add_norm_linear(summed(x), *others)
+    found = _current().add_up_and_norm(x, residual, norm_weight, eps, offset)
+    if found is None:
+        return add_norm_linear(summed(x), residual, norm_weight, eps, offset, weight, bias, activation)
+    normed, total = found
+    return linear(normed, weight, bias, activation, is_normed=True), total
+
+
+def norm_and_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_norm_linear(x, residual, ...)` by the kernels that run where a sum and its norm are one kernel.
+
+    It serves to compile them ahead: `all_reduce_add_norm_linear` waits for other ranks.
+    """
+    normed, total = add_rms_norm(x, residual, norm_weight, eps, offset)
+    return linear(normed, weight, bias, activation, is_normed=True), total
 
 
 def _all_gather(x: torch.Tensor, num_ranks: int) -> torch.Tensor:

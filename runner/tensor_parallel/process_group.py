@@ -246,6 +246,24 @@ class RankGroup:
         else:
             self._nccl_add_up(x, x)
 
+    def prepare_norm(self, size: int, dtype: torch.dtype) -> None:
+        """Compile the kernel that does what follows a sum of rows of `size` numbers, too, where there is one.
+
+        All ranks call this at about the same time, once they are connected.
+        """
+        if self._symmetric is not None:
+            self._symmetric.prepare_norm(size, dtype, self.exchange)
+            self.sums_note = self._symmetric.describe()
+
+    def add_up_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)`, or None if no kernel does all of it."""
+        symmetric = self._symmetric  # read once: `abort` may take it meanwhile
+        if symmetric is None or not symmetric.takes_norm(x, weight):
+            return None
+        return symmetric.add_up_and_norm(x, residual, weight, eps, offset)
+
     def _nccl_add_up(self, x: torch.Tensor, output: torch.Tensor) -> None:
         assert output is x, "NCCL adds up in place here"
         options = dist.AllreduceOptions()

@@ -111,6 +111,7 @@ class SymmetricCollectives:
         self._most_bytes = 0
         self._fewest_bytes_of_twice = math.inf
         self._fault = ""
+        self._normed: set[tuple[int, torch.dtype]] = set()  # sizes of rows for which `prepare_norm` was right
         self.microseconds: dict[int, Microseconds] = {}
         """The time of a sum by the size of its result in bytes."""
 
@@ -163,6 +164,49 @@ class SymmetricCollectives:
         assert self._inboxes_of_twice is not None, "measured with more than two ranks only"
         push_twice_and_add_up(x, output, self._inboxes_of_twice)
 
+    def prepare_norm(self, size: int, dtype: torch.dtype, exchange: Exchange) -> None:
+        """Compile and try the kernel of sums with a norm behind them, of rows of `size` numbers.
+
+        All ranks call this after `measure`. `takes_norm` is true of such rows if all had what they should have.
+        """
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import DTYPES as NORMED_DTYPES
+
+        if not self._most_bytes or self._exchanges_tokens or dtype not in NORMED_DTYPES or size % 2:
+            return
+        if any(exchange("faults of norms behind sums", self._try_norm(size, dtype))):
+            return
+        self._normed.add((size, dtype))
+
+    def takes_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+        """Return whether a sum of `x`, `[..., size]`, and the norm behind it are one kernel.
+
+        That goes by shape and dtype alone, so all ranks agree.
+        """
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import inbox_words
+
+        size = x.shape[-1]
+        return (
+            (size, x.dtype) in self._normed
+            and (weight is None or weight.dtype == x.dtype)
+            and self.carries(x)
+            and x.nbytes < self._fewest_bytes_of_twice
+            and inbox_words(x.numel() // size, size) <= self._inboxes.capacity
+        )
+
+    def add_up_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `add_rms_norm` of the sum of `x` over the ranks: the norm and its input, both new and contiguous.
+
+        `x` and `residual` are `[..., size]` and alike, `takes_norm` is true of them. The bits are equal on all ranks.
+        """
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import push_and_norm
+
+        rows, more = (_aligned(each.contiguous()).view(-1, x.shape[-1]) for each in (x, residual))
+        factors = None if weight is None else _aligned(weight.contiguous())
+        normed, total = push_and_norm(rows, more, factors, eps, offset, self._inboxes)
+        return normed.view(x.shape), total.view(x.shape)
+
     def scatter_sum(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Write this rank's part of the sum of `x` over the ranks to `output`, a new tensor; both are contiguous.
 
@@ -209,6 +253,8 @@ class SymmetricCollectives:
         until = f"through symmetric memory up to {self._most_bytes // 1024} KiB, else NCCL"
         if self._fewest_bytes_of_twice <= self._most_bytes:
             until += f", in two steps from {self._fewest_bytes_of_twice / 1024:.0f} KiB"
+        if self._normed:
+            until += ", in one step with the norm behind them"
         return f"{what}: {until}, in us (NCCL): {times}"
 
     def _try(self) -> str:
@@ -238,6 +284,34 @@ class SymmetricCollectives:
             gathered = torch.empty_like(words)
             self.gather(words[self._rank], gathered)
             results.append((gathered, words))
+        if fault := self._wait_for_all():
+            return fault
+        is_right = all(torch.equal(x, right.to(x.dtype)) for x, right in results)
+        return "" if is_right else f"rank {self._rank} has a wrong sum through symmetric memory"
+
+    def _try_norm(self, size: int, dtype: torch.dtype) -> str:
+        """Return what is wrong with sums of small integers and the norm behind them, or "".
+
+        The norms are compared with those of another kernel, which may round other numbers up.
+        """
+        from piecegraph.passes.ops.rms_norm import add_rms_norm
+
+        seeds = [torch.Generator().manual_seed(rank) for rank in range(self._size + 2)]
+        drawn = torch.stack([torch.randint(-8, 9, (2, size), generator=seed) for seed in seeds]).to(self._device, dtype)
+        *parts, residual, factors = drawn
+        found = self.add_up_and_norm(parts[self._rank], residual, factors[0], 1e-6, 1.0)
+        plain = self.add_up_and_norm(parts[self._rank], residual, None, 1e-6, 0.0)
+        if fault := self._wait_for_all():
+            return fault
+        total = sum(parts[1:], parts[0])
+        wanted = add_rms_norm(total, residual, factors[0], 1e-6, 1.0), add_rms_norm(total, residual, None, 1e-6, 0.0)
+        for (normed, added), (wanted_norm, wanted_sum) in zip((found, plain), wanted, strict=True):
+            if not torch.equal(added, wanted_sum) or not torch.allclose(normed, wanted_norm, rtol=0.02, atol=1e-3):
+                return f"rank {self._rank} has a wrong norm of a sum through symmetric memory"
+        return ""
+
+    def _wait_for_all(self) -> str:
+        """Wait until this GPU has done what it was given, and return ""; or end it after `TRIAL_S`, and return why."""
         event = torch.cuda.Event()
         event.record()
         deadline = time.monotonic() + TRIAL_S
@@ -246,8 +320,7 @@ class SymmetricCollectives:
                 self._stop.fill_(1)
                 return f"nothing reached rank {self._rank} through symmetric memory within {TRIAL_S:g} s"
             time.sleep(POLL_S)
-        is_right = all(torch.equal(x, right.to(x.dtype)) for x, right in results)
-        return "" if is_right else f"rank {self._rank} has a wrong sum through symmetric memory"
+        return ""
 
     def _ways_to_add_up(self) -> tuple[Sum, ...]:
         """Return the functions that add up: by one push and, with inboxes for that, by two."""

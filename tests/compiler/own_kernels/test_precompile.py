@@ -21,7 +21,7 @@ from piecegraph.passes.kernels.linear.linear_config import LinearConfig, linear_
 from piecegraph.passes.kernels.linear.linear_parts import parts_config
 from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
 from piecegraph.passes.ops.act_mul import ACT_MUL
-from piecegraph.passes.ops.collectives import ALL_REDUCE_ADD_RMS_NORM
+from piecegraph.passes.ops.collectives import ALL_REDUCE_ADD_NORM_LINEAR, ALL_REDUCE_ADD_RMS_NORM
 from piecegraph.passes.ops.linear import LINEAR
 from piecegraph.passes.ops.rotary_tables import ROTARY_TABLES
 from tests.gpus import H200
@@ -112,6 +112,23 @@ def test_a_norm_behind_a_sum_over_ranks_is_launched_without_the_sum() -> None:
     assert len(launches) == len(ROWS)
     for launch in launches:
         launch({"weight": torch.ones(8)})  # a sum would fail: no ranks are there
+
+
+def test_a_linear_behind_such_a_norm_is_launched_with_the_norm_in_it_and_apart() -> None:
+    """A group whose sums have the norm in their kernel takes the linear's own."""
+    graph = fx.Graph()
+    names = {"x": (3, 64), "residual": (3, 64), "scale": (64,), "weight": (32, 64)}
+    nodes = {name: graph.placeholder(name) for name in names}
+    for name, shape in names.items():
+        nodes[name].meta["example_value"] = torch.empty(shape, dtype=torch.bfloat16).as_subclass(_Cuda)
+    x, residual, scale, weight = nodes.values()
+    both = graph.call_function(ALL_REDUCE_ADD_NORM_LINEAR, (x, residual, scale, 1e-6, 0.0, weight, None, ""))
+    both.meta["example_value"] = (torch.empty(3, 32).as_subclass(_Cuda), torch.empty(3, 64).as_subclass(_Cuda))
+    graph.output((both,))
+    launches = precompile_launches(graph, lambda node: False)
+    assert len(launches) == 2 * len(ROWS)
+    for launch in launches:
+        launch({"scale": torch.ones(64).bfloat16(), "weight": torch.ones(32, 64).bfloat16()})
 
 
 def test_the_rows_cover_every_kernel() -> None:

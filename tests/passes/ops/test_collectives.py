@@ -15,6 +15,7 @@ from piecegraph.passes.ops.collectives import (
     running_in,
 )
 from piecegraph.passes.ops.quantised.rounded_norms import ALL_REDUCE_ADD_RMS_NORM_ROUNDED, WITHOUT_SUM
+from piecegraph.passes.ops.rms_norm import add_rms_norm
 from tests.runner.tensor_parallel.ranks_in_threads import run_ranks
 
 EPS = 1e-6
@@ -58,6 +59,9 @@ class _Doubles:
         self.in_place += 1
         x.mul_(2)
 
+    def add_up_and_norm(self, *of_norm: Any) -> Any:
+        """Have no kernel for it."""
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x], -1)
 
@@ -66,6 +70,26 @@ class _Doubles:
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         return x[: x.shape[0] // 2] * 2
+
+
+class _Norms(_Doubles):
+    """A group that has one kernel for a sum and the norm behind it."""
+
+    def add_up_and_norm(self, *of_norm: Any) -> Any:
+        x, *others = of_norm
+        return add_rms_norm(x * 2, *others)
+
+
+@pytest.mark.parametrize("op", [ALL_REDUCE_ADD_RMS_NORM, ALL_REDUCE_ADD_NORM_LINEAR])
+def test_a_group_with_one_kernel_for_a_sum_and_its_norm_makes_no_sum(op: Any) -> None:
+    linear = (WEIGHT, None, "gelu") if op is ALL_REDUCE_ADD_NORM_LINEAR else ()
+    found = []
+    for group in (_Doubles(), _Norms()):
+        with running_in(group):
+            found.append(op(X.clone(), RESIDUAL, SCALE, EPS, 0.0, *linear))
+        assert (group.in_place, group.copied) == (int(type(group) is _Doubles), 0)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 class _Block(torch.nn.Module):

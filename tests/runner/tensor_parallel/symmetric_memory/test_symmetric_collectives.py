@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+from piecegraph.passes.ops.rms_norm import add_rms_norm
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_collectives import (
     SIZES,
@@ -139,6 +140,45 @@ def add_up_everything(rank: int, store: str) -> None:
     group.close()
 
 
+def norm_sums(rank: int, store: str) -> None:
+    """Of rows that fill blocks of an inbox and that do not, in turns with sums alone, and in a graph."""
+    group, device = connected(rank, store)
+    sizes = (4096, 8192, 896, 2560)
+    for size in sizes:
+        group.prepare_norm(size, torch.bfloat16)
+    assert "with the norm behind them" in group.sums_note, group.sums_note
+    random = torch.Generator(device).manual_seed(0)
+    for size in sizes * 3:
+        for num_rows in (1, 3, 64, 100):
+            drawn = torch.randn(4, num_rows, size, generator=random, device=device).bfloat16()
+            *parts, residual, weights = drawn
+            found = group.add_up_and_norm(parts[rank], residual, weights[0], 1e-6, 1.0)
+            assert found is not None
+            normed, total = add_rms_norm(parts[0] + parts[1], residual, weights[0], 1e-6, 1.0)
+            assert torch.equal(found[1], total)
+            assert float((found[0] - normed).float().norm() / normed.float().norm()) < 1e-3
+            assert torch.equal(group.all_reduce(parts[rank]), parts[0] + parts[1])
+            everyone = group.exchange(f"norm {size} {num_rows}", str(found[0].view(torch.int16).sum().item()))
+            assert len(set(everyone)) == 1  # the same bits on all ranks
+    x = torch.randn(2, 8, 4096, generator=random, device=device).bfloat16()
+    for refused in (x.float()[0], x[0, :, :2048], torch.empty(1024, 4096, dtype=torch.bfloat16, device=device)):
+        assert group.add_up_and_norm(refused, refused, None, 1e-6, 0.0) is None
+    residual, graph, outputs = x[0].clone(), torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        hidden = x[rank]
+        for _ in range(5):
+            found = group.add_up_and_norm(hidden, residual, None, 1e-6, 0.0)
+            assert found is not None
+            hidden, total = found
+            outputs.append(total)
+    wanted = x[0] + x[1] + residual
+    for _ in range(5):
+        graph.replay()
+        assert torch.allclose(outputs[0], wanted, rtol=0.02, atol=0.02) and bool(outputs[-1].isfinite().all())
+    group.exchange("is done", "")
+    group.close()
+
+
 def add_up_in_two_steps(rank: int, store: str) -> None:
     """Both ways have the same bits, in turns and in a graph."""
     group, device = connected(rank, store, NUM_GPUS)
@@ -205,7 +245,9 @@ def wait_in_vain(group: RankGroup, collective: Callable[[], object]) -> None:
 @needs_two_gpus
 @pytest.mark.gpu
 @pytest.mark.usefixtures("ends_in_time")
-@pytest.mark.parametrize("run", [add_up_everything, share_experts, wait_for_a_lost_rank, wait_for_a_lost_engine])
+@pytest.mark.parametrize(
+    "run", [add_up_everything, norm_sums, share_experts, wait_for_a_lost_rank, wait_for_a_lost_engine]
+)
 def test_two_gpus(run: Any, tmp_path: Path) -> None:
     processes.spawn(run, args=(str(tmp_path / "store"),), nprocs=2)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from piecegraph.passes.kernels.linear.linear_parts import parts_config
+from piecegraph.passes.kernels.linear.split_linear_config import SplitConfig
 from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
 from piecegraph.tools.bench.kernels.layer_chain import LayerChain, LayerShape, is_in_parts
 from piecegraph.tools.bench.kernels.layers import linear_layouts, linear_setting, main
@@ -40,10 +41,11 @@ def test_a_sweep_has_parts_where_a_norm_follows(model: str, batch: int) -> None:
         in_parts = [each for each in found if is_in_parts(each)]
         assert bool(in_parts) == (not linear.follows_norm)
         taken = parts_config(batch, linear.num_columns, linear.size, itemsize=2, gpu=H200)
-        if not linear.follows_norm and taken is not None and (batch <= 32 or model == "llama-8b"):
-            assert any(taken in (each, dataclasses.replace(each, num_stages=taken.num_stages)) for each in in_parts), (
-                taken
-            )
+        if not linear.follows_norm and taken is not None and batch <= 32:
+            assert taken in in_parts
+        if isinstance(taken, SplitConfig) and model == "llama-8b":  # sweeps fill a multiprocessor's shared memory
+            alike = [each for each in in_parts if isinstance(each, SplitConfig)]
+            assert taken in [replace(each, num_stages=taken.num_stages) for each in alike]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -1,0 +1,147 @@
+"""A sum over the GPUs of one host, the residual add and the RMS norm behind it, as one kernel.
+
+Behind a sum in a decode step come a few kilobytes of work, which as a kernel of its own takes about as long as its
+launch. Words, inboxes and counts are those of `pushed.py`, with which this shares them: a program has a row, which
+begins at a multiple of `BLOCK` words of an inbox and has as many blocks as it fills. The sum is added up and rounded as
+there, and what follows is computed as by `passes/kernels/norm/rms_norm.py`, but for the order in which squares are
+added.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import (
+    BLOCK,
+    Inboxes,
+    counted,
+    packed,
+    receive,
+    send,
+    unpacked,
+)
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Those of two numbers a word."""
+
+MAX_WARPS = 16
+
+
+def inbox_words(num_rows: int, size: int) -> int:
+    """Return the words of an inbox that rows of `size` numbers of two bytes take."""
+    return num_rows * -(-size // (2 * BLOCK)) * BLOCK
+
+
+def push_and_norm(
+    x: torch.Tensor,  # [num_rows, size]
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,  # [size]
+    eps: float,
+    offset: float,
+    inboxes: Inboxes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_rms_norm` of the sum of `x` over the ranks: the norm and its input, both new, shaped as `x`.
+
+    All tensors are of one dtype of `DTYPES`, contiguous and aligned to 4 bytes; `size` is even, and `inbox_words` is at
+    most the capacity. All ranks call this with the same shape.
+    """
+    num_rows, size = x.shape
+    result, total = torch.empty_like(x), torch.empty_like(x)
+    columns = max(triton.next_power_of_2(size // 2), 128)
+    _pushed_norm.launch(
+        (num_rows, 1, 1),
+        (x, residual, weight, result, total, inboxes.addresses, inboxes.counts, inboxes.stop, eps, offset, 0),
+        {
+            "WORDS": size // 2,
+            "COLUMNS": columns,
+            "CAPACITY": inboxes.capacity,
+            "RANK": inboxes.rank,
+            "RANKS": inboxes.addresses.numel(),
+            "BLOCK": BLOCK,
+        },
+        num_warps=min(columns // 128, MAX_WARPS),
+    )
+    return result, total
+
+
+@own_kernel
+@triton.jit(do_not_specialize=["zero"])
+def pushed_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [rows, WORDS] words of two numbers, in its own dtype
+    residual,  # [rows, WORDS] words
+    weight,  # [WORDS] words, or None
+    result,  # [rows, WORDS] words, written
+    total,  # [rows, WORDS] words, written
+    inboxes,  # [RANKS] addresses of [2, RANKS, CAPACITY] int64
+    counts,  # [blocks], changed
+    stop,  # [1]
+    eps,
+    offset,
+    zero,  # of which Triton knows nothing, as in `pushed_kernel`
+    WORDS: tl.constexpr,  # of a row
+    COLUMNS: tl.constexpr,  # WORDS, padded to a power of two of 128 at least
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (rows,)."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    BLOCKS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK  # of a row
+    column = tl.arange(0, COLUMNS) + zero
+    is_inside = column < WORDS
+    words = tl.pointer_type(tl.int32)
+    if OVERLAP:
+        gdc_launch_dependents()
+    own_inbox = tl.load(inboxes + RANK)
+    stop_address = tl.full([COLUMNS], 0, tl.int64) + stop.to(tl.int64)
+    if weight is not None:
+        low_factor, high_factor = unpacked(tl.load(weight.to(words) + column, mask=is_inside, other=0), DTYPE)
+    if OVERLAP:
+        gdc_wait()
+    row = tl.program_id(0)
+    block = row * BLOCKS + column // BLOCK
+    count = tl.load(counts + block, mask=is_inside, other=0) + 1
+    half = (count & 1) * RANKS
+    here = row.to(tl.int64) * WORDS + column
+    own = tl.load(x.to(words) + here, mask=is_inside, other=0)
+    place = row * (BLOCKS * BLOCK) + column
+    for step in tl.static_range(1, RANKS):
+        to = (RANK + step) % RANKS
+        sent_to = tl.load(inboxes + to) + ((half + RANK) * CAPACITY + place).to(tl.int64) * 8
+        send(sent_to, counted(own, count), is_inside)
+    low_more, high_more = unpacked(tl.load(residual.to(words) + here, mask=is_inside, other=0), DTYPE)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            part = own
+        else:
+            addresses = own_inbox + ((half + rank) * CAPACITY + place).to(tl.int64) * 8
+            part = receive(addresses, count, stop_address, is_inside)
+        low, high = unpacked(part, DTYPE)
+        if rank == 0:
+            low_sum, high_sum = low, high
+        else:
+            low_sum += low
+            high_sum += high
+    low, high = unpacked(packed(low_sum, high_sum, DTYPE), DTYPE)
+    added = packed(low + low_more, high + high_more, DTYPE)
+    tl.store(total.to(words) + here, added, mask=is_inside)
+    low, high = unpacked(added, DTYPE)
+    factor = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * WORDS) + eps)
+    low *= factor
+    high *= factor
+    if weight is not None:
+        low *= low_factor + offset
+        high *= high_factor + offset
+    tl.store(result.to(words) + here, packed(low, high, DTYPE), mask=is_inside)
+    tl.debug_barrier()  # every thread has read the counts
+    tl.store(counts + block, count, mask=is_inside & (column % BLOCK == 0))
+
+
+_pushed_norm = OverlappedKernel(pushed_norm_kernel)
