@@ -47,24 +47,28 @@ NORMED_WEIGHT_BYTES = 128 * 2**20
 """The most bytes of an ungated weight for which each program norms the one row. A head has tens of thousands of
 programs, and took 35 us longer for it (Qwen3-0.6B)."""
 
-WAVE_ROWS = 2 * BLOCK_M
-"""The most rows of a large weight that one wave of programs, each with all rows, reads at least as fast as the library.
+WAVE_COLUMNS = 64
+"""The columns of a program that has all of up to `BLOCK_M` rows and a multiprocessor to itself.
 
-The library's kernels start when the preceding one has ended; ours have asked for their first tiles by then. A layer of
-Llama-8B took 220.3 us at 128 rows where the library's linears took 232.6, 210.1 and 223.1 at 112, 191.0 and 199.0 at
-72; with 64 rows 173.1 and 181.6 (H200).
+The library's kernels start when the preceding one has ended; by then these programs have asked for their first tiles. A
+layer of Llama-8B took 167.7 us at 64 rows where the library's linears took 173.3, and 156.4 and 163.6 at 40 (H200, for
+seconds on end). With more rows, a program reads more of `x` than of the weight, the GPU reaches the power that it may
+take, and query, key and value, and down, took longer than by the library although they were faster in short runs.
 """
 
-WAVE_COLUMNS = 64
-"""The columns of such a program; of a gated weight twice as many, if these are programs enough."""
+WAVE_GATED_COLUMNS = 128
+"""The columns of a program that has all of up to `WAVE_GATED_ROWS` rows of a large gated weight: 221.5 us of a layer of
+Llama-8B at 128 rows, and 226.7 with the library's matmul and the activation's kernel."""
+
+WAVE_GATED_ROWS = 2 * BLOCK_M
 
 WAVE_SHARED_BYTES = 192 * 2**10
-"""The shared memory of such a program, which has a multiprocessor to itself."""
+"""The shared memory of such programs."""
 
 WAVE_FILL = 0.7
 """The least share of the multiprocessors that such programs take: 96 of 132 gained, and 80 lost."""
 
-GATED_WAVE_FILL = 0.8
+WAVE_GATED_FILL = 0.8
 """The same for a gated weight: 112 of 132 gained, and 96 lost."""
 
 WAVE_AHEAD = 4
@@ -189,30 +193,30 @@ def _row_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig
 def _wave_config(
     num_rows: int, num_columns: int, size: int, weight_bytes: int, *, is_gated: bool, gpu: GpuLimits
 ) -> LinearConfig | None:
-    """Return the layout for dozens of rows of a large weight, of which each program has all rows, or None.
+    """Return the layout for dozens of rows of a large weight in one wave of programs with all rows, or None.
 
-    None means that the library is as fast: in the order of the conditions, because kernels do not overlap, because rows
-    are few or many, and because a program would read more of `x` than it gains by its early start.
+    None means that the library is as fast: in the order of the conditions, because kernels do not overlap, because of
+    the number of rows, because a program would read more of `x` than it gains by its early start, or because programs
+    are few or several waves.
     """
-    if not gpu.can_overlap or gpu.shared_bytes < WAVE_SHARED_BYTES or not MAX_ROWS < num_rows <= WAVE_ROWS:
+    if not gpu.can_overlap or gpu.shared_bytes < WAVE_SHARED_BYTES:
         return None
-    block_m, block_k = wave_tile(num_rows)
-    for block_n in (2 * WAVE_COLUMNS, WAVE_COLUMNS) if is_gated and num_rows > BLOCK_M else (WAVE_COLUMNS,):
-        if block_n == WAVE_COLUMNS and weight_bytes > MIDDLE_WEIGHT_BYTES:
-            continue
-        fill = -(-num_columns // block_n) / gpu.num_sms
-        if size % block_k == 0 and (GATED_WAVE_FILL if is_gated else WAVE_FILL) <= fill <= 1:
-            num_stages = WAVE_SHARED_BYTES // ((block_m + block_n * (2 if is_gated else 1)) * block_k * 2)
-            return LinearConfig(
-                block_m=block_m, block_n=block_n, block_k=block_k, num_warps=block_m // 16, num_stages=num_stages,
-                num_ahead=WAVE_AHEAD * block_k,
-            )  # fmt: skip
-    return None
-
-
-def wave_tile(num_rows: int) -> tuple[int, int]:
-    """Return the rows of a program that has all `num_rows`, up to `WAVE_ROWS`, and the numbers of a row in a tile."""
-    return (BLOCK_M, 128) if num_rows <= BLOCK_M else (WAVE_ROWS, 64)
+    if is_gated:
+        block_m, block_n, block_k, num_warps = WAVE_GATED_ROWS, WAVE_GATED_COLUMNS, 64, 8
+        if not BLOCK_M < num_rows <= WAVE_GATED_ROWS:
+            return None
+    else:
+        block_m, block_n, block_k, num_warps = BLOCK_M, WAVE_COLUMNS, 128, 4
+        if not MAX_ROWS < num_rows <= BLOCK_M or weight_bytes > MIDDLE_WEIGHT_BYTES:
+            return None
+    fill = -(-num_columns // block_n) / gpu.num_sms
+    if size % block_k or not (WAVE_GATED_FILL if is_gated else WAVE_FILL) <= fill <= 1:
+        return None
+    num_stages = WAVE_SHARED_BYTES // ((block_m + block_n * (2 if is_gated else 1)) * block_k * 2)
+    return LinearConfig(
+        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages,
+        num_ahead=WAVE_AHEAD * block_k,
+    )  # fmt: skip
 
 
 def _matmul_config(

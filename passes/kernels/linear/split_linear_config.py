@@ -11,9 +11,7 @@ from piecegraph.passes.kernels.linear.linear_config import (
     WAVE_AHEAD,
     WAVE_COLUMNS,
     WAVE_FILL,
-    WAVE_ROWS,
     WAVE_SHARED_BYTES,
-    wave_tile,
 )
 from piecegraph.passes.kernels.linear.streamed_config import MAX_ROWS as MAX_STREAMED_ROWS
 
@@ -77,21 +75,19 @@ def split_config(num_rows: int, num_columns: int, size: int, *, itemsize: int, g
 
 
 def _wave_config(num_rows: int, num_columns: int, size: int, weight_bytes: int, gpu: GpuLimits) -> SplitConfig | None:
-    """Return the layout for dozens of rows of a large weight, of which each program has all rows, or None.
+    """Return the layout for dozens of rows of a large weight in one wave of programs with all rows, or None.
 
-    `linear_config.py` says what such a wave of programs is worth.
+    `linear_config.py` says what such a wave is worth.
     """
     if not gpu.can_overlap or gpu.shared_bytes < WAVE_SHARED_BYTES or weight_bytes > LARGEST_BYTES:
         return None
-    if not MAX_STREAMED_ROWS < num_rows <= WAVE_ROWS:
+    if not MAX_STREAMED_ROWS < num_rows <= BLOCK_M:
         return None
-    block_m, block_k = wave_tile(num_rows)
-    tiles, programs = size // block_k, num_columns // WAVE_COLUMNS
+    tiles, programs = size // BLOCK_K, num_columns // WAVE_COLUMNS
     for parts in range(min(gpu.num_sms // programs, tiles // MIN_TILES), 1, -1):
         if tiles % parts == 0 and programs * parts >= WAVE_FILL * gpu.num_sms:
             return SplitConfig(
-                block_m=block_m, block_n=WAVE_COLUMNS, block_k=block_k, num_parts=parts, num_tiles=tiles // parts,
-                num_warps=block_m // 16, num_stages=WAVE_SHARED_BYTES // ((block_m + WAVE_COLUMNS) * block_k * 2),
-                num_ahead=WAVE_AHEAD,
+                block_m=BLOCK_M, block_n=WAVE_COLUMNS, block_k=BLOCK_K, num_parts=parts, num_tiles=tiles // parts,
+                num_stages=WAVE_SHARED_BYTES // ((BLOCK_M + WAVE_COLUMNS) * BLOCK_K * 2), num_ahead=WAVE_AHEAD,
             )  # fmt: skip
     return None

@@ -47,7 +47,7 @@ STREAMED += [(rows, columns, size) for rows in (9, 13, 16) for columns in (4480,
 STREAMED += [(rows, 17408, 2048) for rows in (16, 32, 33, 64)] + [(rows, 27136, 1280) for rows in (2, 8)]
 """Gated: large weights, and smaller ones."""
 
-WAVES = [(rows, *weight) for rows in (33, 70, 128) for weight in ((6144, 4096), (6160, 4096), (28672, 2048))]
+WAVES = [(rows, *weight) for rows in (33, 50, 64, 70, 128) for weight in ((6144, 4096), (6160, 4096), (28672, 2048))]
 """Dozens of rows of weights that are one wave of programs, without an activation or with one."""
 
 

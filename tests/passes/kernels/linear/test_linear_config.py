@@ -33,10 +33,10 @@ def config(
         (3072, 1024, True, 256),  # gate and up: the library's activation is a kernel more
         (1024, 3072, False, 128),
         (4096, 4096, False, 32),  # Llama-8B's output projection, which takes parts from 33 rows on: 32 MiB
-        (6144, 4096, False, 128),
+        (6144, 4096, False, 64),
         (14336, 4096, True, 128),  # gate and up of Llama-8B
         (12288, 4096, True, 64),  # of Qwen3-8B: too few programs for more rows
-        (8192, 2048, True, 128),  # of Llama-1B
+        (8192, 2048, True, 32),  # of Llama-1B
         (151936, 1024, False, 1),
     ],
 )
@@ -142,14 +142,12 @@ def test_many_rows_take_taller_blocks() -> None:
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "size", "is_gated", "layout"),
     [
+        (33, 6144, 4096, False, (64, 64, 128, 4, 6)),
         (64, 6144, 4096, False, (64, 64, 128, 4, 6)),
-        (65, 6144, 4096, False, (128, 64, 64, 8, 8)),
-        (128, 14336, 4096, True, (128, 128, 64, 8, 4)),  # gate and up of Llama-8B
+        (64, 6160, 4096, False, (64, 64, 128, 4, 6)),  # a last program of 16 columns
+        (64, 6144, 2560, False, (64, 64, 128, 4, 6)),  # query, key and value of Qwen3-4B
+        (65, 14336, 4096, True, (128, 128, 64, 8, 4)),  # gate and up of Llama-8B
         (128, 14336, 8192, True, (128, 128, 64, 8, 4)),  # of one of two ranks of Llama-70B
-        (128, 8192, 2048, True, (128, 64, 64, 8, 6)),  # of Llama-1B: with 128 columns half as many programs
-        (64, 8192, 2048, True, (64, 64, 128, 4, 4)),
-        (128, 6144, 2560, False, (128, 64, 64, 8, 8)),  # query, key and value of Qwen3-4B
-        (128, 6160, 4096, False, (128, 64, 64, 8, 8)),  # a last program of 16 columns
     ],
 )
 def test_dozens_of_rows_of_large_weights_are_one_wave(
@@ -170,12 +168,13 @@ def test_dozens_of_rows_of_large_weights_are_one_wave(
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "size", "is_gated"),
     [
-        (129, 6144, 4096, False),
-        (128, 5120, 8192, False),  # a rank of Llama-70B: 80 programs
-        (128, 8192, 14336, False),  # its down projection: `x` would take longer to read than the weight
-        (128, 7168, 8192, True),  # gate and up of one of four: 112 programs only with 64 columns each
+        (65, 6144, 4096, False),
+        (64, 5120, 8192, False),  # a rank of Llama-70B: 80 programs
+        (64, 8192, 14336, False),  # its down projection: `x` would take longer to read than the weight
+        (129, 14336, 4096, True),
+        (128, 7168, 8192, True),  # gate and up of one of four: 56 programs
         (128, 17408, 5120, True),  # of Qwen3-14B: more than one wave
-        (128, 6144, 4128, False),  # no whole tiles
+        (64, 6144, 4160, False),  # no whole tiles
     ],
 )
 def test_what_the_library_keeps(num_rows: int, num_columns: int, size: int, is_gated: bool) -> None:
