@@ -50,13 +50,14 @@ def graphed(request: pytest.FixtureRequest, llama_dir: Path) -> Iterator[LLM]:
         yield llm
 
 
-def generate(llm: LLM, at_most: CUDAGraphMode) -> list[list[int]]:
-    """Greedy tokens of `PROMPTS` with no mode above `at_most`."""
+def generate(llm: LLM, at_most: CUDAGraphMode, num_rounds: int = 1) -> list[list[int]]:
+    """Greedy tokens of `PROMPTS`, each so many times, with no mode above `at_most`."""
     runner = llm.runner
     execute = runner.execute_model
     try:
         runner.execute_model = lambda step: execute(step, at_most=at_most)  # type: ignore[method-assign, assignment, misc]
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS * num_rounds]
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     finally:
         runner.execute_model = execute  # type: ignore[method-assign]
     return [list(output.outputs[0].token_ids) for output in outputs]
