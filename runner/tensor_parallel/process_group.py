@@ -260,7 +260,7 @@ class RankGroup:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)`, or None if no kernel does all of it."""
         symmetric = self._symmetric  # read once: `abort` may take it meanwhile
-        if symmetric is None or not symmetric.takes_norm(x, weight):
+        if symmetric is None or not symmetric.takes_norm(x, residual, weight):
             return None
         return symmetric.add_up_and_norm(x, residual, weight, eps, offset)
 

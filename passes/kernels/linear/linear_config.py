@@ -61,6 +61,7 @@ WAVE_GATED_COLUMNS = 128
 Llama-8B at 128 rows, and 226.7 with the library's matmul and the activation's kernel."""
 
 WAVE_GATED_ROWS = 2 * BLOCK_M
+"""The most rows of such a program: what two groups of four warps multiply."""
 
 WAVE_SHARED_BYTES = 192 * 2**10
 """The shared memory of such programs."""

@@ -167,26 +167,31 @@ class SymmetricCollectives:
     def prepare_norm(self, size: int, dtype: torch.dtype, exchange: Exchange) -> None:
         """Compile and try the kernel of sums with a norm behind them, of rows of `size` numbers.
 
-        All ranks call this after `measure`. `takes_norm` is true of such rows if all had what they should have.
+        All ranks call this after `measure`. `takes_norm` is true of such rows from then on. If the kernel fails on a
+        rank, all sums are NCCL's, and `describe` says why.
         """
-        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import DTYPES as NORMED_DTYPES
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import can_norm
 
-        if not self._most_bytes or self._exchanges_tokens or dtype not in NORMED_DTYPES or size % 2:
+        if not self._most_bytes or self._exchanges_tokens or not can_norm(size, dtype):
             return
-        if any(exchange("faults of norms behind sums", self._try_norm(size, dtype))):
-            return
-        self._normed.add((size, dtype))
+        self._fault = next(filter(None, exchange("faults of norms behind sums", self._try_norm(size, dtype))), "")
+        if self._fault:
+            self._most_bytes = 0
+        else:
+            self._normed.add((size, dtype))
 
-    def takes_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    def takes_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> bool:
         """Return whether a sum of `x`, `[..., size]`, and the norm behind it are one kernel.
 
-        That goes by shape and dtype alone, so all ranks agree.
+        That goes by shapes and dtypes alone, so all ranks agree.
         """
         from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import inbox_words
 
         size = x.shape[-1]
         return (
             (size, x.dtype) in self._normed
+            and residual.shape == x.shape
+            and residual.dtype == x.dtype
             and (weight is None or weight.dtype == x.dtype)
             and self.carries(x)
             and x.nbytes < self._fewest_bytes_of_twice

@@ -68,7 +68,7 @@ ALONE_SPLITS = 9
 MANY_ALONE_TILING = _Tiling(16384, 4, 1)
 """The tiling of such a launch where `MANY_ALONE_SPLITS` parts of each request fill the GPU.
 
-A step of Qwen3-0.6B with one request took 0.616 ms instead of 0.643 at 150 tokens, 0.627 instead of 0.651 at 580,
+A step of Qwen3-0.6B with one request took 0.616 ms instead of 0.643 at 150 tokens, 0.627 instead of 0.651 at 512,
 0.668 as before at 1,100, and 0.793 instead of 0.818 at 4,096; one of Llama-8B took what it took. Half of Llama-8B, with
 half as many programs, lost up to 2 % of a layer by it (H200).
 """

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.common.gpu_limits import MAX_NORM_SIZE
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import (
@@ -32,6 +33,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_WARPS = 16
 
 
+def can_norm(size: int, dtype: torch.dtype) -> bool:
+    """Return whether the kernel takes rows of `size` numbers of `dtype`."""
+    return dtype in DTYPES and 2 <= size <= MAX_NORM_SIZE and size % 2 == 0
+
+
 def inbox_words(num_rows: int, size: int) -> int:
     """Return the words of an inbox that rows of `size` numbers of two bytes take."""
     return num_rows * -(-size // (2 * BLOCK)) * BLOCK
@@ -47,7 +53,7 @@ def push_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `add_rms_norm` of the sum of `x` over the ranks: the norm and its input, both new, shaped as `x`.
 
-    All tensors are of one dtype of `DTYPES`, contiguous and aligned to 4 bytes; `size` is even, and `inbox_words` is at
+    All tensors are of one dtype, contiguous and aligned to 4 bytes; `can_norm` is true of them, and `inbox_words` is at
     most the capacity. All ranks call this with the same shape.
     """
     num_rows, size = x.shape
