@@ -40,7 +40,7 @@ def make_runner_of_rank(
             group.engines.agree("facts", facts)
         group.agree("graph", graph_facts(model.compiled.source))
         group.connect(loaded.device)
-        group.prepare_norm(getattr(loaded.config.get_text_config(decoder=True), "hidden_size", 0), loaded.dtype)
+        group.prepare_norm(getattr(loaded.config.get_text_config(decoder=True), "hidden_size", None) or 0, loaded.dtype)
         parallel.connect_others(loaded.device)
         read = everyone.exchange("bytes read", json.dumps(loaded.bytes_read))
     if on_phase is not None:

@@ -251,9 +251,10 @@ class RankGroup:
 
         All ranks call this at about the same time, once they are connected.
         """
-        if self._symmetric is not None:
-            self._symmetric.prepare_norm(size, dtype, self.exchange)
-            self.sums_note = self._symmetric.describe()
+        symmetric = self._symmetric  # read once: `abort` may take it meanwhile
+        if symmetric is not None:
+            symmetric.prepare_norm(size, dtype, self.exchange)
+            self.sums_note = symmetric.describe()
 
     def add_up_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float

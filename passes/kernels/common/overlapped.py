@@ -60,8 +60,11 @@ class OverlappedKernel:
         *,
         num_warps: int,
         num_stages: int = 3,
+        may_overlap: bool = True,
     ) -> None:
         """Launch the kernel on torch's current stream.
+
+        `may_overlap`: false if the preceding kernel may write what this one reads before it waits.
 
         `arguments` are tensors of one device, None or numbers; the first is a tensor. `constants` are in the order of
         the kernel's parameters.
@@ -83,7 +86,7 @@ class OverlappedKernel:
                         grid, arguments, constants, gpu_limits(device).can_overlap, num_warps, num_stages
                     )
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
-        run = compiled.overlapping if torch.cuda.is_current_stream_capturing() else compiled.ordinary
+        run = compiled.overlapping if may_overlap and torch.cuda.is_current_stream_capturing() else compiled.ordinary
         stream = current_stream(device)
         # launch metadata and hooks on entry and exit: none; constants are passed and ignored
         run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *values, *constants.values(), True)

@@ -50,7 +50,13 @@ class SplitConfig:
 @lru_cache(maxsize=4096)
 def split_config(num_rows: int, num_columns: int, size: int, *, itemsize: int, gpu: GpuLimits) -> SplitConfig | None:
     """Return the layout for `[num_rows, size] @ [num_columns, size].T`, or None where one part is as fast."""
-    if not SLICED_ROWS < num_rows <= MAX_ROWS or itemsize != 2 or size % BLOCK_K or num_columns % 64:
+    if (
+        not SLICED_ROWS < num_rows <= MAX_ROWS
+        or itemsize != 2
+        or size % BLOCK_K
+        or num_columns % 64
+        or num_columns == 0
+    ):
         return None
     if num_columns * size * itemsize > SMALL_WEIGHT_BYTES:
         return _wave_config(num_rows, num_columns, size, num_columns * size * itemsize, gpu)

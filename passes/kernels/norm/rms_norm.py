@@ -219,6 +219,7 @@ def _launch(
             "MOST": largest_value(result.dtype),
         },
         num_warps=tile.num_warps,
+        may_overlap=weight is None or weight.is_contiguous(),  # else it was copied just now
     )
 
 

@@ -31,11 +31,20 @@ DTYPES = (torch.bfloat16, torch.float16)
 """Those of two numbers a word."""
 
 MAX_WARPS = 16
+"""The warps of a program with a long row: with 128 registers a thread it has a multiprocessor to itself."""
 
 
 def can_norm(size: int, dtype: torch.dtype) -> bool:
     """Return whether the kernel takes rows of `size` numbers of `dtype`."""
     return dtype in DTYPES and 2 <= size <= MAX_NORM_SIZE and size % 2 == 0
+
+
+def rows_at_once(size: int, num_sms: int) -> int:
+    """Return how many rows of `size` numbers have programs that run at the same time.
+
+    Programs wait for those of the same rows on other ranks, so none may need another's place.
+    """
+    return num_sms * (MAX_WARPS // _num_warps(_num_columns(size)))
 
 
 def inbox_words(num_rows: int, size: int) -> int:
@@ -58,7 +67,7 @@ def push_and_norm(
     """
     num_rows, size = x.shape
     result, total = torch.empty_like(x), torch.empty_like(x)
-    columns = max(triton.next_power_of_2(size // 2), 128)
+    columns = _num_columns(size)
     _pushed_norm.launch(
         (num_rows, 1, 1),
         (x, residual, weight, result, total, inboxes.addresses, inboxes.counts, inboxes.stop, eps, offset, 0),
@@ -70,9 +79,19 @@ def push_and_norm(
             "RANKS": inboxes.addresses.numel(),
             "BLOCK": BLOCK,
         },
-        num_warps=min(columns // 128, MAX_WARPS),
+        num_warps=_num_warps(columns),
     )
     return result, total
+
+
+def _num_columns(size: int) -> int:
+    """Return the words of a program: those of a row, padded to a power of two of 128 at least."""
+    return max(1 << (size // 2 - 1).bit_length(), 128)
+
+
+def _num_warps(columns: int) -> int:
+    """Return the warps of a program, of which a thread has four words where these are few."""
+    return min(columns // 128, MAX_WARPS)
 
 
 @own_kernel
@@ -90,7 +109,7 @@ def pushed_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     offset,
     zero,  # of which Triton knows nothing, as in `pushed_kernel`
     WORDS: tl.constexpr,  # of a row
-    COLUMNS: tl.constexpr,  # WORDS, padded to a power of two of 128 at least
+    COLUMNS: tl.constexpr,  # WORDS, padded
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -107,8 +126,6 @@ def pushed_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_launch_dependents()
     own_inbox = tl.load(inboxes + RANK)
     stop_address = tl.full([COLUMNS], 0, tl.int64) + stop.to(tl.int64)
-    if weight is not None:
-        low_factor, high_factor = unpacked(tl.load(weight.to(words) + column, mask=is_inside, other=0), DTYPE)
     if OVERLAP:
         gdc_wait()
     row = tl.program_id(0)
@@ -123,6 +140,8 @@ def pushed_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         sent_to = tl.load(inboxes + to) + ((half + RANK) * CAPACITY + place).to(tl.int64) * 8
         send(sent_to, counted(own, count), is_inside)
     low_more, high_more = unpacked(tl.load(residual.to(words) + here, mask=is_inside, other=0), DTYPE)
+    if weight is not None:
+        low_factor, high_factor = unpacked(tl.load(weight.to(words) + column, mask=is_inside, other=0), DTYPE)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             part = own

@@ -55,10 +55,11 @@ def test_parts_cover_a_row_and_fit_the_gpu(num_rows: int, num_columns: int, size
         (64, 2560, 9728, 2),  # down of Qwen3-4B: two parts are 80 programs, and its tiles do not make three
         (64, 6144, 4096, 2),  # enough programs with one part each
         (32, 1024, 512 - 128, 2),
+        (64, 0, 4096, 2),
     ],
 )
 def test_shapes_that_are_not_split(num_rows: int, num_columns: int, size: int, itemsize: int) -> None:
-    """Other types, sizes of no whole tiles, many rows or few of large weights, few tiles."""
+    """Other types, sizes of no whole tiles, many rows or few of large weights, few tiles, no columns."""
     assert config(num_rows, num_columns, size, itemsize) is None
 
 

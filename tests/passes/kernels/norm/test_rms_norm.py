@@ -19,6 +19,7 @@ from piecegraph.passes.kernels.norm.rms_norm import (
 from piecegraph.passes.kernels.quantised.rounded_rows import rounded_rows_on_gpu
 from piecegraph.passes.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tests.compiled_for_gpu import compile_for_gpu
+from tests.graph_replays import assert_replays_equal
 from tests.interpreter import interpreted
 
 EPS = 1e-5
@@ -205,3 +206,19 @@ def test_short_rows_share_a_program_and_long_ones_fill_it() -> None:
 def test_a_row_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="got rows of 16385; its kernel takes up to 16384: drop fuse-add-rms-norm"):
         rms_norm_on_gpu(torch.zeros(1, MAX_NORM_SIZE + 1), None, EPS, 0.0)
+
+
+@pytest.mark.gpu
+def test_a_weight_that_is_copied_in_a_graph_is_whole_when_it_is_read() -> None:
+    """The kernel loads its weight before the preceding kernel has ended, which a copy of the weight must have."""
+    torch.manual_seed(0)
+    weights = torch.randn(12, 16384, device="cuda").bfloat16()[:, ::2]
+    x, residual = torch.randn(2, 1, 8192, device="cuda").bfloat16()
+
+    def chain() -> list[torch.Tensor]:
+        y, total = x, residual
+        for weight in weights:
+            y, total = add_rms_norm_on_gpu(y, total, weight, EPS, 0.0)
+        return [y, total]
+
+    assert_replays_equal(chain)

@@ -67,6 +67,7 @@ def test_two_ranks_have_the_norm_of_the_sum() -> None:
 def test_which_rows_it_takes() -> None:
     sizes = [size for size in (0, 1, 2, 63, 64, 4096, 16384, 16386) if pushed_norm.can_norm(size, torch.bfloat16)]
     assert sizes == [2, 64, 4096, 16384] and not pushed_norm.can_norm(4096, torch.float32)
+    assert [pushed_norm.rows_at_once(size, 132) for size in (2, 2048, 2560, 4096, 16384)] == [2112, 264, 132, 132, 132]
     assert [pushed_norm.inbox_words(3, size) for size in (2, 2 * BLOCK, 2 * BLOCK + 2)] == [
         3 * BLOCK, 3 * BLOCK, 6 * BLOCK,
     ]  # fmt: skip
