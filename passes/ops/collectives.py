@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -125,21 +125,13 @@ def all_reduce_add_norm_linear(
     return linear(normed, weight, bias, activation, is_normed=True), total
 
 
-def norm_and_linear(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `add_norm_linear(x, residual, ...)` by the kernels that run where a sum and its norm are one kernel.
+def norm_and_linear(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_norm_linear(x, *others)` by the kernels that run where a sum and its norm are one kernel.
 
     It serves to compile them ahead: `all_reduce_add_norm_linear` waits for other ranks.
     """
-    normed, total = add_rms_norm(x, residual, norm_weight, eps, offset)
+    *of_norm, weight, bias, activation = others
+    normed, total = add_rms_norm(x, *of_norm)
     return linear(normed, weight, bias, activation, is_normed=True), total
 
 
