@@ -111,7 +111,7 @@ class SymmetricCollectives:
         self._most_bytes = 0
         self._fewest_bytes_of_twice = math.inf
         self._fault = ""
-        self._normed: dict[tuple[int, torch.dtype], int] = {}  # the most rows, by their size, that `takes_norm`
+        self._normed: set[tuple[int, torch.dtype]] = set()  # of rows that `prepare_norm` has tried
         self.microseconds: dict[int, Microseconds] = {}
         """The time of a sum by the size of its result in bytes."""
 
@@ -170,37 +170,32 @@ class SymmetricCollectives:
         All ranks call this after `measure`. `takes_norm` is true of such rows from then on. If the kernel fails on a
         rank, all sums are NCCL's, and `describe` says why.
         """
-        from piecegraph.passes.kernels.common.gpu_limits import gpu_limits
-        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import can_norm, rows_at_once
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import can_norm
 
         if not self._most_bytes or self._exchanges_tokens or not can_norm(size, dtype):
             return
-        most_rows = rows_at_once(size, gpu_limits(self._device.index or 0).num_sms)
-        own = json.dumps([self._try_norm(size, dtype), most_rows])
-        faults, rows = zip(*map(json.loads, exchange("norms behind sums", own)), strict=True)
-        self._fault = next(filter(None, faults), "")
+        self._fault = next(filter(None, exchange("faults of norms behind sums", self._try_norm(size, dtype))), "")
         if self._fault:
             self._most_bytes = 0
         else:
-            self._normed[size, dtype] = min(rows)
+            self._normed.add((size, dtype))
 
     def takes_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> bool:
         """Return whether a sum of `x`, `[..., size]`, and the norm behind it are one kernel.
 
         That goes by shapes and dtypes alone, so all ranks agree.
         """
-        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import inbox_words
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_norm import MAX_ROWS
 
         size = x.shape[-1]
-        most_rows = self._normed.get((size, x.dtype), 0)
         return (
-            0 < x.numel() <= most_rows * size
+            (size, x.dtype) in self._normed
+            and x.numel() <= MAX_ROWS * size
             and residual.shape == x.shape
             and residual.dtype == x.dtype
             and (weight is None or weight.dtype == x.dtype)
             and self.carries(x)
             and x.nbytes < self._fewest_bytes_of_twice
-            and inbox_words(x.numel() // size, size) <= self._inboxes.capacity
         )
 
     def add_up_and_norm(
@@ -264,7 +259,7 @@ class SymmetricCollectives:
         if self._fewest_bytes_of_twice <= self._most_bytes:
             until += f", in two steps from {self._fewest_bytes_of_twice / 1024:.0f} KiB"
         if self._normed:
-            until += ", in one step with the norm behind them"
+            until += ", of few rows in one kernel with the norm behind them"
         return f"{what}: {until}, in us (NCCL): {times}"
 
     def _try(self) -> str:

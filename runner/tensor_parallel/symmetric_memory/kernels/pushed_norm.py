@@ -30,26 +30,17 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import (
 DTYPES = (torch.bfloat16, torch.float16)
 """Those of two numbers a word."""
 
+MAX_ROWS = 16
+"""The most rows. A program takes half of a multiprocessor's registers or more while it waits for other ranks, so that
+with many of them the next kernel could not request its weights; and all have to run at once, since each waits for the
+program of its row on other ranks."""
+
 MAX_WARPS = 16
-"""The warps of a program with a long row: with 128 registers a thread it has a multiprocessor to itself."""
 
 
 def can_norm(size: int, dtype: torch.dtype) -> bool:
     """Return whether the kernel takes rows of `size` numbers of `dtype`."""
     return dtype in DTYPES and 2 <= size <= MAX_NORM_SIZE and size % 2 == 0
-
-
-def rows_at_once(size: int, num_sms: int) -> int:
-    """Return how many rows of `size` numbers have programs that run at the same time.
-
-    Programs wait for those of the same rows on other ranks, so none may need another's place.
-    """
-    return num_sms * (MAX_WARPS // _num_warps(_num_columns(size)))
-
-
-def inbox_words(num_rows: int, size: int) -> int:
-    """Return the words of an inbox that rows of `size` numbers of two bytes take."""
-    return num_rows * -(-size // (2 * BLOCK)) * BLOCK
 
 
 def push_and_norm(
@@ -62,8 +53,8 @@ def push_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `add_rms_norm` of the sum of `x` over the ranks: the norm and its input, both new, shaped as `x`.
 
-    All tensors are of one dtype, contiguous and aligned to 4 bytes; `can_norm` is true of them, and `inbox_words` is at
-    most the capacity. All ranks call this with the same shape.
+    All tensors are of one dtype, contiguous and aligned to 4 bytes; `can_norm` is true of them, and there are at most
+    `MAX_ROWS` rows. All ranks call this with the same shape.
     """
     num_rows, size = x.shape
     result, total = torch.empty_like(x), torch.empty_like(x)

@@ -149,7 +149,7 @@ def norm_sums(rank: int, store: str) -> None:
     assert "with the norm behind them" in group.sums_note, group.sums_note
     random = torch.Generator(device).manual_seed(0)
     for size in sizes * 3:
-        for num_rows in (1, 3, 64, 100):
+        for num_rows in (1, 3, 16):
             drawn = torch.randn(4, num_rows, size, generator=random, device=device).bfloat16()
             *parts, residual, weights = drawn
             found = group.add_up_and_norm(parts[rank], residual, weights[0], 1e-6, 1.0)
@@ -161,7 +161,7 @@ def norm_sums(rank: int, store: str) -> None:
             everyone = group.exchange(f"norm {size} {num_rows}", str(found[0].view(torch.int16).sum().item()))
             assert len(set(everyone)) == 1  # the same bits on all ranks
     x = torch.randn(2, 8, 4096, generator=random, device=device).bfloat16()
-    for refused in (x.float()[0], x[0, :, :2048], torch.empty(133, 4096, dtype=torch.bfloat16, device=device)):
+    for refused in (x.float()[0], x[0, :, :2048], torch.empty(17, 4096, dtype=torch.bfloat16, device=device)):
         assert group.add_up_and_norm(refused, refused, None, 1e-6, 0.0) is None
     residual, graph, outputs = x[0].clone(), torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):

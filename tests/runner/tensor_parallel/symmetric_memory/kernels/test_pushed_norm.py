@@ -44,7 +44,6 @@ def has_the_norms(addresses: list[int], capacity: int, rank: int) -> bool:
     equal = True
     for number in range(25):
         shape = SHAPES[number % len(SHAPES)]
-        assert pushed_norm.inbox_words(*shape) <= capacity
         drawn = torch.randn(4, *shape, generator=torch.Generator().manual_seed(number)).half()
         *parts, residual, weights = drawn
         weight, offset = (None, 0.0) if number % 3 == 0 else (weights[0].contiguous(), number % 2 * 1.0)
@@ -67,10 +66,6 @@ def test_two_ranks_have_the_norm_of_the_sum() -> None:
 def test_which_rows_it_takes() -> None:
     sizes = [size for size in (0, 1, 2, 63, 64, 4096, 16384, 16386) if pushed_norm.can_norm(size, torch.bfloat16)]
     assert sizes == [2, 64, 4096, 16384] and not pushed_norm.can_norm(4096, torch.float32)
-    assert [pushed_norm.rows_at_once(size, 132) for size in (2, 2048, 2560, 4096, 16384)] == [2112, 264, 132, 132, 132]
-    assert [pushed_norm.inbox_words(3, size) for size in (2, 2 * BLOCK, 2 * BLOCK + 2)] == [
-        3 * BLOCK, 3 * BLOCK, 6 * BLOCK,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
