@@ -386,8 +386,11 @@ def compile_ahead(launches: Sequence[Callable[[], None]], device: torch.device, 
     torch.cuda.synchronize(device)
 
 
-def microseconds(calls: Sequence[Callable[[], None]], repeats: int = 9) -> float:
-    """Return the median microseconds per call, over replays of one graph that holds all calls."""
+def microseconds(calls: Sequence[Callable[[], None]], repeats: int = 9, warm_up_s: float = 0.0) -> float:
+    """Return the median microseconds per call, over replays of one graph that holds all calls.
+
+    `warm_up_s`: the seconds that it is replayed before, so that a GPU reaches the power that it may take.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -399,6 +402,11 @@ def microseconds(calls: Sequence[Callable[[], None]], repeats: int = 9) -> float
             call()
     for _ in range(3):
         graph.replay()
+    end_of_warm_up = time.monotonic() + warm_up_s
+    while time.monotonic() < end_of_warm_up:
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
     times: list[float] = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -65,6 +65,7 @@ class Row:
 @click.option(
     "--sweep", "swept", type=click.Choice(SWEPT), multiple=True, help="Try other layouts of this; repeatable."
 )
+@click.option("--seconds", default=0.0, help="Replay so long before each measurement: GPUs have a power limit.")
 @click.option("--jobs", default=8, help="Threads that compile a sweep's layouts ahead.")
 @click.option("--top", default=6, help="Layouts of a sweep that are shown, best first.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")
@@ -75,6 +76,7 @@ def main(
     context: int,
     layers: int | None,
     swept: Sequence[str],
+    seconds: float,
     jobs: int,
     top: int,
     json_file: Path | None,
@@ -95,15 +97,16 @@ def main(
         click.echo(f"\n{model}, {number} requests of {context} tokens: floor {floor:.1f} us a layer")
         attention, expected = chain.attention_layout(), chain.run(chain.attention_layout(), {}).float()
         found = [
-            _timed(chain, "all kernels", "", attention, {}, model, expected),
-            _timed(chain, "without attention", "", None, {}, model, None),
+            _timed(chain, "all kernels", "", attention, {}, model, expected, seconds),
+            _timed(chain, "without attention", "", None, {}, model, None, seconds),
         ]
         _show(found)
         for what in swept:
             tried = list(_choices(chain, model, num_ranks, what, attention))
             compile_ahead([launch for _, _, _, launch in tried], device, jobs)
             several = [
-                _timed(chain, what, text, config, layouts, model, expected) for text, config, layouts, _ in tried
+                _timed(chain, what, text, config, layouts, model, expected, seconds)
+                for text, config, layouts, _ in tried
             ]
             _show(sorted(several, key=lambda row: row.us or float("inf"))[:top])
             found += several
@@ -190,8 +193,13 @@ def split_layouts(linear: Linear, batch: int) -> list[SplitConfig]:
                 if num_stages >= 2:
                     found.append(
                         SplitConfig(
-                            block_m=block_m, block_n=block_n, block_k=block_k, num_parts=parts,
-                            num_tiles=linear.size // block_k // parts, num_warps=block_m // 16, num_stages=num_stages,
+                            block_m=block_m,
+                            block_n=block_n,
+                            block_k=block_k,
+                            num_parts=parts,
+                            num_tiles=linear.size // block_k // parts,
+                            num_warps=block_m // 16,
+                            num_stages=num_stages,
                             num_ahead=min(4, linear.size // block_k // parts),
                         )
                     )
@@ -219,6 +227,7 @@ def _timed(
     layouts: Layouts,
     model: str,
     expected: torch.Tensor | None,
+    seconds: float,
 ) -> Row:
     us, error, note = None, None, ""
     try:
@@ -226,7 +235,7 @@ def _timed(
         if expected is not None:
             error = float((found - expected).norm() / expected.norm())
             note = "" if error < MAX_ERROR else "WRONG"
-        us = microseconds([lambda: _run(chain, attention, layouts)]) / chain.num_layers
+        us = microseconds([lambda: _run(chain, attention, layouts)], warm_up_s=seconds) / chain.num_layers
     except Exception as failure:  # a layout that does not fit the GPU: go on
         note = short(failure)
     return Row(model=model, batch=chain.batch, what=what, setting=text, us=us, error=error, note=note)

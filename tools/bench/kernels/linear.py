@@ -326,7 +326,11 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
         is_large = linear.weight_bytes > SMALL_WEIGHT_BYTES  # L2 has no room for all of it
         found += [
             LinearConfig(
-                block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
+                block_m=block_m,
+                block_n=block_n,
+                block_k=block_k,
+                num_warps=warps,
+                num_stages=stages,
                 num_ahead=WAVE_AHEAD * block_k if is_large else 0,
             )  # fmt: skip
             for block_m, block_n, block_k, warps, stages in blocks

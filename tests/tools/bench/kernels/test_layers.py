@@ -103,5 +103,6 @@ def test_it_times_and_sweeps() -> None:
         assert "WRONG" not in result.output and result.output.count("all kernels") == 2
         assert result.output.count(f"us  {sweep}") > 8
     share = ["--model", "llama-8b", "--shard-of", "2", "--batch", "1,8", "--layers", "3", "--sweep", "down"]
+    share += ["--seconds", "0.05"]
     result = CliRunner().invoke(main, share)
     assert result.exit_code == 0 and "WRONG" not in result.output, result.output
