@@ -182,7 +182,7 @@ def linear_layouts(model: str, name: str, batch: int, num_ranks: int = 1) -> lis
 
 
 def split_layouts(linear: Linear, batch: int) -> list[SplitConfig]:
-    """Return layouts of split sums for dozens of rows, with as many tiles on their way as shared memory has room for."""
+    """Return layouts of split sums for dozens of rows, with as many tiles on their way as shared memory can hold."""
     found: list[SplitConfig] = []
     for block_n, block_k, parts in itertools.product((32, 64, 128), (64, 128), (2, 3, 4, 6, 7, 8)):
         if linear.size % (block_k * parts) or linear.num_columns % block_n:

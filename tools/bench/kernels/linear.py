@@ -332,7 +332,7 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                 num_warps=warps,
                 num_stages=stages,
                 num_ahead=WAVE_AHEAD * block_k if is_large else 0,
-            )  # fmt: skip
+            )
             for block_m, block_n, block_k, warps, stages in blocks
             if linear.size % block_k == 0
             and block_m * block_n * num_halves <= 32 * warps * 128
