@@ -44,9 +44,10 @@ class Group(Protocol):
     def add_up_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)` if the group has a kernel for all of it.
+        """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)`, or None if no kernel does all of it.
 
-        Both results are new and contiguous. All ranks have the kernel for a shape and dtype, or none has it.
+        `x` is not changed. Both results are new and contiguous. All ranks have the kernel for a shape and dtype, or
+        none has it.
         """
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,11 +94,11 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 def all_reduce_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)`; `x` is overwritten.
+    """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)`; `x` may be overwritten.
 
     `x` and `residual` are of one shape and dtype; both results are new and contiguous. The bits are those of the
-    separate ops, but for the last one of a norm where the group has one kernel for all: it adds squares in another
-    order.
+    separate ops, but a norm may differ in its last one where the group has one kernel for all: it adds squares in
+    another order.
     """
     found = _current().add_up_and_norm(x, residual, weight, eps, offset)
     return add_rms_norm(summed(x), residual, weight, eps, offset) if found is None else found
@@ -113,10 +114,10 @@ def all_reduce_add_norm_linear(
     bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `add_norm_linear(all_reduce(x), residual, ...)`; `x` is overwritten.
+    """Return `add_norm_linear(all_reduce(x), residual, ...)`; `x` may be overwritten.
 
-    Both results are new and contiguous; the bits are those of the separate ops, but where `all_reduce_add_rms_norm`
-    says otherwise.
+    Both results are new and contiguous. The bits are those of the separate ops where the group has no kernel for a sum
+    and the norm behind it; else the norm may differ in its last bit, and the linear by rounding.
     """
     found = _current().add_up_and_norm(x, residual, norm_weight, eps, offset)
     if found is None:

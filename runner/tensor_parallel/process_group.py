@@ -247,9 +247,10 @@ class RankGroup:
             self._nccl_add_up(x, x)
 
     def prepare_norm(self, size: int, dtype: torch.dtype) -> None:
-        """Compile the kernel that does what follows a sum of rows of `size` numbers, too, where there is one.
+        """Compile and try the kernel of a sum of rows of `size` numbers with the residual add and norm behind it.
 
-        All ranks call this at about the same time, once they are connected.
+        It does nothing without symmetric memory. All ranks call this at about the same time, once they are connected.
+        If the kernel fails on a rank, NCCL makes all sums.
         """
         symmetric = self._symmetric  # read once: `abort` may take it meanwhile
         if symmetric is not None:

@@ -51,7 +51,7 @@ def graphed(request: pytest.FixtureRequest, llama_dir: Path) -> Iterator[LLM]:
 
 
 def generate(llm: LLM, at_most: CUDAGraphMode, num_rounds: int = 1) -> list[list[int]]:
-    """Greedy tokens of `PROMPTS`, each so many times, with no mode above `at_most`."""
+    """Return greedy tokens of `num_rounds` times `PROMPTS`, with no mode above `at_most`."""
     runner = llm.runner
     execute = runner.execute_model
     try:

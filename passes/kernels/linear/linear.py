@@ -161,11 +161,11 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # numbers of each row of the weight that are asked for before the wait; 0: all of them
+    AHEAD: tl.constexpr,  # tiles of the weight that are prefetched before the wait; 0: all of them
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (column blocks, row blocks). Weights asked for before the wait are in L2 when it is over."""
+    """Grid: (column blocks, row blocks). Weights that are prefetched before the wait are in L2 when it is over."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.arange(0, BLOCK_K)
@@ -175,9 +175,9 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     to_other = num_columns.to(tl.int64) * size
     if OVERLAP:
         gdc_launch_dependents()
-        AT_ONCE: tl.constexpr = AHEAD if AHEAD else 1024
+        AT_ONCE: tl.constexpr = AHEAD * BLOCK_K if AHEAD else 1024  # numbers of a row
         line = tl.arange(0, AT_ONCE // 64) * 64  # 128 bytes
-        for start in range(0, AHEAD if AHEAD else size, AT_ONCE):
+        for start in range(0, AT_ONCE if AHEAD else size, AT_ONCE):
             ahead = weight + first + tl.minimum(start + line, size - 1)[None, :]
             prefetch(ahead)
             if ACTIVATION != "":

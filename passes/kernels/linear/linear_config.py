@@ -48,17 +48,20 @@ NORMED_WEIGHT_BYTES = 128 * 2**20
 programs, and took 35 us longer for it (Qwen3-0.6B)."""
 
 WAVE_COLUMNS = 64
-"""The columns of a program that has all of up to `BLOCK_M` rows and a multiprocessor to itself.
+"""The columns of a program that has all rows, `BLOCK_M` at most, and a multiprocessor to itself.
 
-The library's kernels start when the preceding one has ended; by then these programs have asked for their first tiles. A
-layer of Llama-8B took 167.7 us at 64 rows where the library's linears took 173.3, and 156.4 and 163.6 at 40 (H200, for
-seconds on end). With more rows, a program reads more of `x` than of the weight, the GPU reaches the power that it may
-take, and query, key and value, and down, took longer than by the library although they were faster in short runs.
+The library's kernels start when the preceding one has ended; by then these programs have prefetched their first tiles.
+With them for query, key and value, and in parts for output and down, a layer of Llama-8B took 167.7 us at 64 rows where
+the library's linears took 173.3, and 156.4 and 163.6 at 40 (H200, 2026-11-29, each graph replayed for 0.3 s or more
+before it was timed). At 128 rows, where the GPU is at its power limit, none of the three gained.
 """
 
 WAVE_GATED_COLUMNS = 128
-"""The columns of a program that has all of up to `WAVE_GATED_ROWS` rows of a large gated weight: 221.5 us of a layer of
-Llama-8B at 128 rows, and 226.7 with the library's matmul and the activation's kernel."""
+"""The columns of a program that has all of up to `WAVE_GATED_ROWS` rows of a large gated weight.
+
+A layer of Llama-8B took 222.2 and 221.5 us with it at 128 rows, and 225.1 and 226.7 with the library's matmul and the
+activation's kernel (two turns, H200, 2026-11-29).
+"""
 
 WAVE_GATED_ROWS = 2 * BLOCK_M
 """The most rows of such a program: what two groups of four warps multiply."""
@@ -67,13 +70,15 @@ WAVE_SHARED_BYTES = 192 * 2**10
 """The shared memory of such programs."""
 
 WAVE_FILL = 0.7
-"""The least share of the multiprocessors that such programs take: 96 of 132 gained, and 80 lost."""
+"""The least share of the multiprocessors that such programs take. In short runs at 128 rows 96 programs gained 1 to 2 us
+of a layer (query, key and value of Llama-8B and Qwen3-4B), and 80 gained 0.4 (output of Qwen3-4B in two parts)."""
 
 WAVE_GATED_FILL = 0.8
-"""The same for a gated weight: 112 of 132 gained, and 96 lost."""
+"""The same for a gated weight: 112 programs gained (Llama-8B), and 96 and 76 lost (Qwen3-8B and 4B)."""
 
 WAVE_AHEAD = 4
-"""The tiles that such a program asks for before the wait; with 8 or none it took longer."""
+"""The tiles that such a program prefetches before the wait. Without, a layer of Llama-8B took 0.9 us longer (output
+projection, 128 rows); with 8 the linear by itself took longer."""
 
 SIZE_MULTIPLE = 64
 """The number of which a row's size must be a multiple. Tiles are this wide, or twice as wide where that divides the
@@ -89,7 +94,7 @@ class LinearConfig:
     block_k: int
     num_warps: int
     num_stages: int
-    num_ahead: int = 0  # numbers of each row of the weight that a matmul asks for before the wait; 0: all of them
+    num_ahead: int = 0  # tiles of the weight that a matmul prefetches before the wait; 0: all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +199,11 @@ def _row_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig
 def _wave_config(
     num_rows: int, num_columns: int, size: int, weight_bytes: int, *, is_gated: bool, gpu: GpuLimits
 ) -> LinearConfig | None:
-    """Return the layout for dozens of rows of a large weight in one wave of programs with all rows, or None.
+    """Return the layout for dozens of rows of a large weight in one wave of programs with all rows each, or None.
 
-    None means that the library is as fast: in the order of the conditions, because kernels do not overlap, because of
-    the number of rows, because a program would read more of `x` than it gains by its early start, or because programs
-    are few or several waves.
+    None means that the kernel does not apply (kernels do not overlap, little shared memory, a size of no whole tiles),
+    or was no faster than the library where it was swept: other numbers of rows, larger weights that are not gated,
+    programs that take few of the multiprocessors or more than one wave.
     """
     if not gpu.can_overlap or gpu.shared_bytes < WAVE_SHARED_BYTES:
         return None
@@ -216,7 +221,7 @@ def _wave_config(
     num_stages = WAVE_SHARED_BYTES // ((block_m + block_n * (2 if is_gated else 1)) * block_k * 2)
     return LinearConfig(
         block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages,
-        num_ahead=WAVE_AHEAD * block_k,
+        num_ahead=WAVE_AHEAD,
     )  # fmt: skip
 
 

@@ -56,10 +56,10 @@ def split_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # tiles of the part that are asked for before the wait; 0: all of them
+    AHEAD: tl.constexpr,  # tiles of the part that are prefetched before the wait; 0: all of them
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (column blocks, parts, row blocks). Weights are asked for before the wait."""
+    """Grid: (column blocks, parts, row blocks). Weights are prefetched before the wait."""
     part = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -44,7 +44,7 @@ class SplitConfig:
     num_tiles: int  # of a part, `block_k` numbers each
     num_warps: int = 4
     num_stages: int = NUM_STAGES
-    num_ahead: int = 0  # tiles that are asked for before the wait; 0: all of the part
+    num_ahead: int = 0  # tiles that are prefetched before the wait; 0: all of the part
 
 
 @lru_cache(maxsize=4096)
@@ -81,9 +81,9 @@ def split_config(num_rows: int, num_columns: int, size: int, *, itemsize: int, g
 
 
 def _wave_config(num_rows: int, num_columns: int, size: int, weight_bytes: int, gpu: GpuLimits) -> SplitConfig | None:
-    """Return the layout for dozens of rows of a large weight in one wave of programs with all rows, or None.
+    """Return the layout for 33 to 64 rows of a large weight in one wave of programs with all rows each, or None.
 
-    `linear_config.py` says what such a wave is worth.
+    `linear_config.py` says what such a wave is worth, and None means what it does there.
     """
     if not gpu.can_overlap or gpu.shared_bytes < WAVE_SHARED_BYTES or weight_bytes > LARGEST_BYTES:
         return None

@@ -297,7 +297,7 @@ class SymmetricCollectives:
     def _try_norm(self, size: int, dtype: torch.dtype) -> str:
         """Return what is wrong with sums of small integers and the norm behind them, or "".
 
-        The norms are compared with those of another kernel, which may round other numbers up.
+        Norms are compared within 2 %, since the other kernel adds squares in another order.
         """
         from piecegraph.passes.ops.rms_norm import add_rms_norm
 

@@ -389,7 +389,8 @@ def compile_ahead(launches: Sequence[Callable[[], None]], device: torch.device, 
 def microseconds(calls: Sequence[Callable[[], None]], repeats: int = 9, warm_up_s: float = 0.0) -> float:
     """Return the median microseconds per call, over replays of one graph that holds all calls.
 
-    `warm_up_s`: the seconds that it is replayed before, so that a GPU reaches the power that it may take.
+    `warm_up_s` is the time in seconds for which the graph is replayed before it is timed, so that a GPU reaches its
+    power limit.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

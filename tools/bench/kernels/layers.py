@@ -65,7 +65,11 @@ class Row:
 @click.option(
     "--sweep", "swept", type=click.Choice(SWEPT), multiple=True, help="Try other layouts of this; repeatable."
 )
-@click.option("--seconds", default=0.0, help="Replay so long before each measurement: GPUs have a power limit.")
+@click.option(
+    "--seconds",
+    default=0.0,
+    help="Seconds to replay a graph before it is timed, so that the GPU reaches its power limit.",
+)
 @click.option("--jobs", default=8, help="Threads that compile a sweep's layouts ahead.")
 @click.option("--top", default=6, help="Layouts of a sweep that are shown, best first.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")

@@ -331,7 +331,7 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                 block_k=block_k,
                 num_warps=warps,
                 num_stages=stages,
-                num_ahead=WAVE_AHEAD * block_k if is_large else 0,
+                num_ahead=WAVE_AHEAD if is_large else 0,
             )
             for block_m, block_n, block_k, warps, stages in blocks
             if linear.size % block_k == 0

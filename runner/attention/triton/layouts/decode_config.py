@@ -53,9 +53,10 @@ FULL = 0.9
 ALONE_SHARE = 16
 """A launch that takes at most 1 / `ALONE_SHARE` of the GPU, unsplit, has few requests of a small model.
 
-There the latency of the first tile counts, and the number of parts that are combined. So such a launch takes larger
-tiles, in a few parts of any length and then parts of `ALONE_SPLIT_LEN`: 7.0 instead of 8.1 us at 580 tokens, 13
-instead of 14 at 4096 (H200).
+There the latency of the first tile counts, and the number of parts that are combined. So such a launch takes
+`MANY_ALONE_TILING` where `MANY_ALONE_SPLITS` parts of each request fill the GPU, else larger tiles in up to
+`ALONE_SPLITS` parts (7.0 instead of 8.1 us at 580 tokens, 13 instead of 14 at 4096, H200); longer requests have parts
+of `ALONE_SPLIT_LEN`.
 """
 
 ALONE_SHARED_BYTES = 2 * 3 * 32768 + 16384
@@ -69,8 +70,9 @@ MANY_ALONE_TILING = _Tiling(16384, 4, 1)
 """The tiling of such a launch where `MANY_ALONE_SPLITS` parts of each request fill the GPU.
 
 A step of Qwen3-0.6B with one request took 0.616 ms instead of 0.643 at 150 tokens, 0.627 instead of 0.651 at 512,
-0.668 as before at 1,100, and 0.793 instead of 0.818 at 4,096; one of Llama-8B took what it took. Half of Llama-8B, with
-half as many programs, lost up to 2 % of a layer by it (H200).
+0.668 as before at 1,100, and 0.793 instead of 0.818 at 4,096; one of Llama-8B took what it took. A layer of
+half of Llama-8B, with half as many programs, took 0.7 to 1.6 % longer at 150 to 1,100 tokens and 6.7 % longer at 32,768
+(H200, 2026-11-29).
 """
 
 MANY_ALONE_SPLITS = 16

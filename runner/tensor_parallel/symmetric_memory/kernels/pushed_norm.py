@@ -1,7 +1,7 @@
 """A sum over the GPUs of one host, the residual add and the RMS norm behind it, as one kernel.
 
 Behind a sum in a decode step come a few kilobytes of work, which as a kernel of its own takes about as long as its
-launch. Words, inboxes and counts are those of `pushed.py`, with which this shares them: a program has a row, which
+launch. Words, inboxes and counts are shared with `pushed.py`. A program has a row, which
 begins at a multiple of `BLOCK` words of an inbox and has as many blocks as it fills. The sum is added up and rounded as
 there, and what follows is computed as by `passes/kernels/norm/rms_norm.py`, but for the order in which squares are
 added.
@@ -28,12 +28,12 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import (
 )
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Those of two numbers a word."""
+"""The dtypes of which a word holds two numbers."""
 
 MAX_ROWS = 16
-"""The most rows. A program takes half of a multiprocessor's registers or more while it waits for other ranks, so that
-with many of them the next kernel could not request its weights; and all have to run at once, since each waits for the
-program of its row on other ranks."""
+"""The most rows. A program of 4,096 numbers takes half of a multiprocessor's registers while it waits for another rank,
+and one of 8,192 all of them (sm_90, two ranks), so many programs would keep the next kernel from its prefetches. All
+have to run at once, since each waits for the program of its row on other ranks."""
 
 MAX_WARPS = 16
 

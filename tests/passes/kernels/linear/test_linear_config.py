@@ -153,11 +153,11 @@ def test_many_rows_take_taller_blocks() -> None:
 def test_dozens_of_rows_of_large_weights_are_one_wave(
     num_rows: int, num_columns: int, size: int, is_gated: bool, layout: tuple[int, int, int, int, int]
 ) -> None:
-    """Each program has all rows and a multiprocessor's shared memory; four tiles are asked for before the wait."""
+    """Each program has all rows and most of a multiprocessor's shared memory, and prefetches four tiles."""
     found = config(num_rows, num_columns, size, is_gated=is_gated)
     assert isinstance(found, LinearConfig)
     assert (found.block_m, found.block_n, found.block_k, found.num_warps, found.num_stages) == layout
-    assert found.num_ahead == 4 * found.block_k <= size
+    assert found.num_ahead == 4 and 4 * found.block_k <= size
     tile_bytes = (found.block_m + found.block_n * (2 if is_gated else 1)) * found.block_k * 2
     assert H200.shared_bytes // 2 < found.num_stages * tile_bytes <= H200.shared_bytes
     assert 0.7 * H200.num_sms <= -(-num_columns // found.block_n) <= H200.num_sms
@@ -170,7 +170,7 @@ def test_dozens_of_rows_of_large_weights_are_one_wave(
     [
         (65, 6144, 4096, False),
         (64, 5120, 8192, False),  # a rank of Llama-70B: 80 programs
-        (64, 8192, 14336, False),  # its down projection: `x` would take longer to read than the weight
+        (64, 8192, 14336, False),  # its down projection: 224 MiB
         (129, 14336, 4096, True),
         (128, 7168, 8192, True),  # gate and up of one of four: 56 programs
         (128, 17408, 5120, True),  # of Qwen3-14B: more than one wave

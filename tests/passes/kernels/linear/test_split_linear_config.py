@@ -68,7 +68,7 @@ def test_shapes_that_are_not_split(num_rows: int, num_columns: int, size: int, i
     [(4096, 4096, 2), (4096, 14336, 2), (2048, 8192, 4)],  # output and down of Llama-8B, down of Llama-1B
 )
 def test_dozens_of_rows_of_large_weights_are_one_wave(num_columns: int, size: int, num_parts: int) -> None:
-    """Each program has all rows and a multiprocessor's shared memory; four tiles are asked for before the wait."""
+    """Each program has all rows and most of a multiprocessor's shared memory, and prefetches four tiles."""
     for num_rows in (33, 64):
         found = config(num_rows, num_columns, size)
         assert found is not None and found.num_parts == num_parts

@@ -141,7 +141,7 @@ def add_up_everything(rank: int, store: str) -> None:
 
 
 def norm_sums(rank: int, store: str) -> None:
-    """Of rows that fill blocks of an inbox and that do not, in turns with sums alone, and in a graph."""
+    """Rows that fill blocks of an inbox, and rows that do not, in turns with sums alone, and in a graph."""
     group, device = connected(rank, store)
     sizes = (4096, 8192, 896, 2560)
     for size in sizes:
