@@ -70,8 +70,11 @@ WAVE_SHARED_BYTES = 192 * 2**10
 """The shared memory of such programs."""
 
 WAVE_FILL = 0.7
-"""The least share of the multiprocessors that such programs take. In short runs at 128 rows 96 programs gained 1 to 2 us
-of a layer (query, key and value of Llama-8B and Qwen3-4B), and 80 gained 0.4 (output of Qwen3-4B in two parts)."""
+"""The least share of the multiprocessors that such programs take.
+
+In short runs at 128 rows 96 programs gained 1 to 2 us of a layer (query, key and value of Llama-8B and Qwen3-4B), and
+80 gained 0.4 (the output projection of Qwen3-4B in two parts).
+"""
 
 WAVE_GATED_FILL = 0.8
 """The same for a gated weight: 112 programs gained (Llama-8B), and 96 and 76 lost (Qwen3-8B and 4B)."""
