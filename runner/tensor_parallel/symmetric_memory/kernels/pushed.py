@@ -26,7 +26,7 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import (
     packed,
     receive,
     send,
-    unpacked,
+    sum_of_ranks,
 )
 
 
@@ -116,23 +116,19 @@ def pushed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         place = ((half + RANK) * CAPACITY + at).to(tl.int64) * 8
         send(tl.load(inboxes + to) + place, counted(part, count), is_inside)
     expected = tl.full([BLOCK], 0, tl.int32) + count
-    for rank in tl.static_range(RANKS):
-        if rank == RANK:
-            part = own
-        else:
-            addresses = own_inbox + ((half + rank) * CAPACITY + at).to(tl.int64) * 8
-            part = receive(addresses, expected, stop_address, is_inside)
-        if IS_SUMMED:
-            low, high = unpacked(part, x.dtype.element_ty)
-            if rank == 0:
-                low_total, high_total = low, high
-            else:
-                low_total += low
-                high_total += high
-        else:
-            tl.store(output.to(words) + rank * num_words + at, part, mask=is_inside)
     if IS_SUMMED:
-        tl.store(output.to(words) + at, packed(low_total, high_total, x.dtype.element_ty), mask=is_inside)
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        low, high = sum_of_ranks(
+            own, own_inbox, half, at, expected, stop_address, is_inside, DTYPE, CAPACITY, RANK, RANKS
+        )  # fmt: skip
+        tl.store(output.to(words) + at, packed(low, high, DTYPE), mask=is_inside)
+    else:
+        for rank in tl.static_range(RANKS):
+            part = own
+            if rank != RANK:
+                addresses = own_inbox + ((half + rank) * CAPACITY + at).to(tl.int64) * 8
+                part = receive(addresses, expected, stop_address, is_inside)
+            tl.store(output.to(words) + rank * num_words + at, part, mask=is_inside)
     tl.debug_barrier()  # every thread has read the count
     tl.store(counts + program, count)
 

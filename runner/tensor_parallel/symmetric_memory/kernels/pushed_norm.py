@@ -1,10 +1,9 @@
 """A sum over the GPUs of one host, the residual add and the RMS norm behind it, as one kernel.
 
 Behind a sum in a decode step come a few kilobytes of work, which as a kernel of its own takes about as long as its
-launch. Words, inboxes and counts are shared with `pushed.py`. A program has a row, which
-begins at a multiple of `BLOCK` words of an inbox and has as many blocks as it fills. The sum is added up and rounded as
-there, and what follows is computed as by `passes/kernels/norm/rms_norm.py`, but for the order in which squares are
-added.
+launch. Words, inboxes and counts are shared with `pushed.py`. A program has a row, which begins at a multiple of
+`BLOCK` words of an inbox and has as many blocks as it fills. The sum is added up and rounded as there, and what follows
+is computed as by `passes/kernels/norm/rms_norm.py`, but for the order in which squares are added.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import (
     Inboxes,
     counted,
     packed,
-    receive,
     send,
+    sum_of_ranks,
     unpacked,
 )
 
@@ -133,19 +132,8 @@ def pushed_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     low_more, high_more = unpacked(tl.load(residual.to(words) + here, mask=is_inside, other=0), DTYPE)
     if weight is not None:
         low_factor, high_factor = unpacked(tl.load(weight.to(words) + column, mask=is_inside, other=0), DTYPE)
-    for rank in tl.static_range(RANKS):
-        if rank == RANK:
-            part = own
-        else:
-            addresses = own_inbox + ((half + rank) * CAPACITY + place).to(tl.int64) * 8
-            part = receive(addresses, count, stop_address, is_inside)
-        low, high = unpacked(part, DTYPE)
-        if rank == 0:
-            low_sum, high_sum = low, high
-        else:
-            low_sum += low
-            high_sum += high
-    low, high = unpacked(packed(low_sum, high_sum, DTYPE), DTYPE)
+    low, high = sum_of_ranks(own, own_inbox, half, place, count, stop_address, is_inside, DTYPE, CAPACITY, RANK, RANKS)
+    low, high = unpacked(packed(low, high, DTYPE), DTYPE)
     added = packed(low + low_more, high + high_more, DTYPE)
     tl.store(total.to(words) + here, added, mask=is_inside)
     low, high = unpacked(added, DTYPE)

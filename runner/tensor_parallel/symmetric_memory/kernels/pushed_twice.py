@@ -27,7 +27,7 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import (
     packed,
     receive,
     send,
-    unpacked,
+    sum_of_ranks,
 )
 
 
@@ -79,19 +79,12 @@ def pushed_twice_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         place = ((half + RANK) * CAPACITY + to_at).to(tl.int64) * 8
         send(tl.load(inboxes + to) + place, counted(part, count), to_at < num_words)
     expected = tl.full([BLOCK], 0, tl.int32) + count
-    for rank in tl.static_range(RANKS):
-        if rank == RANK:
-            part = tl.load(x.to(words) + own_at, mask=is_own, other=0)
-        else:
-            place = ((half + rank) * CAPACITY + own_at).to(tl.int64) * 8
-            part = receive(own_inbox + place, expected, stop_address, is_own)
-        low, high = unpacked(part, x.dtype.element_ty)
-        if rank == 0:
-            low_total, high_total = low, high
-        else:
-            low_total += low
-            high_total += high
-    own = packed(low_total, high_total, x.dtype.element_ty)
+    part = tl.load(x.to(words) + own_at, mask=is_own, other=0)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    low, high = sum_of_ranks(
+        part, own_inbox, half, own_at, expected, stop_address, is_own, DTYPE, CAPACITY, RANK, RANKS
+    )  # fmt: skip
+    own = packed(low, high, DTYPE)
     for step in tl.static_range(1, RANKS):
         to = (RANK + step) % RANKS
         place = ((half + RANK) * CAPACITY + own_at).to(tl.int64) * 8

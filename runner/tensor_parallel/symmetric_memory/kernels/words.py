@@ -144,3 +144,36 @@ def packed(low, high, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # c
         upper = high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
         numbers = (lower & 0xFFFF) | (upper << 16)
     return numbers
+
+
+@own_kernel
+@triton.jit
+def sum_of_ranks(  # type: ignore[no-untyped-def]  # compiled by Triton
+    own,  # words of 32 bits of this rank
+    inbox,  # the address of its inbox
+    half,  # of the inbox, in parts of CAPACITY words
+    place,  # of each word in a part
+    count,  # of each word
+    stop,  # as `receive` takes it
+    is_inside,
+    DTYPE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Wait for the words of all other ranks, and return the lower and the upper numbers of the sum, in float32.
+
+    Ranks are added in their order, so that all have the same bits.
+    """
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            part = own
+        else:
+            part = receive(inbox + ((half + rank) * CAPACITY + place).to(tl.int64) * 8, count, stop, is_inside)
+        low, high = unpacked(part, DTYPE)
+        if rank == 0:
+            low_total, high_total = low, high
+        else:
+            low_total += low
+            high_total += high
+    return low_total, high_total
