@@ -1,4 +1,4 @@
-"""What the documentation's pages refer to is there."""
+"""Files and headings that the documentation's pages refer to exist."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import click
 import torch
 
 from piecegraph.passes.kernels.common.gpu_limits import gpu_limits
-from piecegraph.passes.kernels.linear.linear_config import Config
+from piecegraph.passes.kernels.linear.linear_config import WAVE_AHEAD, Config
 from piecegraph.passes.kernels.linear.split_linear_config import SplitConfig
 from piecegraph.passes.kernels.linear.streamed_config import MAX_ROWS, StreamedConfig, padded_rows
 from piecegraph.runner.attention.triton.layouts.decode_config import DecodeConfig, num_head_blocks
@@ -188,25 +188,19 @@ def linear_layouts(model: str, name: str, batch: int, num_ranks: int = 1) -> lis
 def split_layouts(linear: Linear, batch: int) -> list[SplitConfig]:
     """Return layouts of split sums for dozens of rows, with as many tiles on their way as shared memory can hold."""
     found: list[SplitConfig] = []
-    for block_n, block_k, parts in itertools.product((32, 64, 128), (64, 128), (2, 3, 4, 6, 7, 8)):
-        if linear.size % (block_k * parts) or linear.num_columns % block_n:
+    blocks_m = {64, 64 if batch <= 64 else 128}
+    grid = itertools.product((32, 64, 128), (64, 128), (2, 3, 4, 6, 7, 8), sorted(blocks_m), (1, 2))
+    for block_n, block_k, parts, block_m, programs in grid:  # programs: of a multiprocessor
+        num_stages = min(10, SHARED_BYTES // programs // ((block_m + block_n) * block_k * 2))
+        if linear.size % (block_k * parts) or linear.num_columns % block_n or num_stages < 2:
             continue
-        for block_m in {64, 64 if batch <= 64 else 128}:
-            for programs in (1, 2):  # a multiprocessor
-                num_stages = min(10, SHARED_BYTES // programs // ((block_m + block_n) * block_k * 2))
-                if num_stages >= 2:
-                    found.append(
-                        SplitConfig(
-                            block_m=block_m,
-                            block_n=block_n,
-                            block_k=block_k,
-                            num_parts=parts,
-                            num_tiles=linear.size // block_k // parts,
-                            num_warps=block_m // 16,
-                            num_stages=num_stages,
-                            num_ahead=min(4, linear.size // block_k // parts),
-                        )
-                    )
+        num_tiles = linear.size // block_k // parts
+        found.append(
+            SplitConfig(
+                block_m=block_m, block_n=block_n, block_k=block_k, num_parts=parts, num_tiles=num_tiles,
+                num_warps=block_m // 16, num_stages=num_stages, num_ahead=min(WAVE_AHEAD, num_tiles),
+            )
+        )  # fmt: skip
     return found
 
 

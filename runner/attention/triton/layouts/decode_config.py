@@ -70,9 +70,9 @@ MANY_ALONE_TILING = _Tiling(16384, 4, 1)
 """The tiling of such a launch where `MANY_ALONE_SPLITS` parts of each request fill the GPU.
 
 A step of Qwen3-0.6B with one request took 0.616 ms instead of 0.643 at 150 tokens, 0.627 instead of 0.651 at 512,
-0.668 as before at 1,100, and 0.793 instead of 0.818 at 4,096; one of Llama-8B took what it took. A layer of
-half of Llama-8B, with half as many programs, took 0.7 to 1.6 % longer at 150 to 1,100 tokens and 6.7 % longer at 32,768
-(H200, 2026-11-29).
+0.668 as before at 1,100, and 0.793 instead of 0.818 at 4,096; one of Llama-8B took what it took. A layer of half of
+Llama-8B, with half as many programs, took 0.7 to 1.6 % longer at 150 to 1,100 tokens and 6.7 % longer at 32,768 (H200,
+2026-11-29).
 """
 
 MANY_ALONE_SPLITS = 16

@@ -33,7 +33,7 @@ def test_the_interpreted_kernel_equals_the_reference() -> None:
 
 @pytest.mark.parametrize(("columns", "size", "rows"), [(1024, 2048, 17), (1024, 3072, 128), (4096, 14336, 64)])
 def test_it_compiles_for_a_gpu(columns: int, size: int, rows: int) -> None:
-    """With narrow blocks, wide ones, and all rows of a large weight."""
+    """The layouts have narrow blocks, wide ones, and all rows of a large weight."""
     from piecegraph.passes.kernels.linear.split_linear import split_kernel
     from piecegraph.passes.kernels.linear.split_linear_config import split_config
 
@@ -71,7 +71,7 @@ def test_a_chain_in_a_graph_is_what_it_is_outside() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [33, 50, 64, 65])
 def test_large_weights_in_a_graph_are_what_they_are_outside(num_rows: int) -> None:
-    """And near the linear and the norm in float64."""
+    """Replays have the same bits, and results are near those of float64."""
     from piecegraph.passes.ops.norm_linear import linear_add_norm_linear
 
     torch.manual_seed(0)

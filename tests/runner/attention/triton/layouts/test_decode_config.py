@@ -70,7 +70,7 @@ def test_few_requests_are_split_until_the_gpu_is_full() -> None:
 
 
 def test_one_request_has_smaller_tiles_where_its_parts_fill_the_gpu() -> None:
-    """Of eight head blocks 16 parts are 128 programs; of four they are half as many, and each has a larger tile."""
+    """Sixteen parts of eight head blocks are 128 programs; of four they are half as many, and tiles stay larger."""
     for num_kv_heads, num_reqs, block_n, few_splits in (
         (8, 1, 64, MANY_ALONE_SPLITS),
         (4, 2, 64, MANY_ALONE_SPLITS),
@@ -170,7 +170,7 @@ def test_a_long_request_of_few_has_more_parts() -> None:
 
 
 def test_a_request_alone_takes_a_tiling_of_its_own_where_that_fits() -> None:
-    """Some parts however short, then parts that are worth a program; smaller GPUs, and more requests, as before."""
+    """It has some parts however short, then parts that are worth a program. Smaller GPUs and more requests do not."""
     shape, shared = SHAPES[0], ALONE_SHARED_BYTES
     alone = decode_config(shape, num_reqs=1, max_len=40_960, num_sms=132, shared_bytes=shared)
     assert (alone.block_n, alone.few_splits, alone.min_split_len) == (64, MANY_ALONE_SPLITS, ALONE_SPLIT_LEN)
